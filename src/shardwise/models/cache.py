@@ -1,0 +1,67 @@
+"""The key/value cache: slots (rows) with a length each, one array per layer and kind.
+
+Arrays are passed in and out of a step and donated. A paged cache will keep this interface. Not here: who gets which
+slot (serving/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from shardwise.partition.constraints import Placement
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of all layers for B rows of at most S tokens; S is the same for all rows."""
+
+    keys: tuple[jax.Array, ...]
+    """Per layer, [B, S, K, E] in the compute dtype, K being the slots of HeadSlots."""
+    values: tuple[jax.Array, ...]
+    """Per layer, [B, S, K, E]."""
+    lengths: jax.Array
+    """int32 [B]: tokens that each row holds."""
+
+    @property
+    def capacity(self) -> int:
+        """S: tokens that a row can hold."""
+        return self.keys[0].shape[1]
+
+
+CACHE_AXES = ("batch", "length", "heads", "head_dim")
+
+
+def cache_shape(place: Placement, batch: int, capacity: int) -> KVCache:
+    """The shapes of an empty cache (jax.ShapeDtypeStruct leaves with shardings)."""
+    from shardwise.partition.plan import named_sharding
+
+    config, slots = place.plan.config, place.plan.padding.heads.slots
+    rules = place.plan.rules
+    spec = tuple(rules.mesh_axes(axis) for axis in CACHE_AXES)
+    array = jax.ShapeDtypeStruct(
+        (batch, capacity, slots, config.head_dim), place.compute_dtype, sharding=named_sharding(place.mesh, spec)
+    )
+    lengths = jax.ShapeDtypeStruct(
+        (batch,), jnp.int32, sharding=named_sharding(place.mesh, (rules.mesh_axes("batch"),))
+    )
+    layers = (array,) * config.num_layers
+    return KVCache(layers, layers, lengths)
+
+
+def write_rows(cache: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
+    """Write each row's new tokens at that row's own position.
+
+    Args:
+        cache: [B, S, K, E].
+        new: [B, T, K, E].
+        starts: int32 [B]; starts + T must not exceed S (the caller checks on the host).
+
+    One dynamic_update_slice a row, batched: a scatter by index would make the partitioner gather the cache.
+    """
+    return jax.vmap(lambda row, update, at: jax.lax.dynamic_update_slice(row, update, (at, 0, 0)))(
+        cache, new.astype(cache.dtype), starts
+    )

@@ -1,0 +1,98 @@
+"""Between the model and plain arrays: what it declares, a flat dict of its parameters, and a fresh draw of them.
+
+A model's parameters travel as `{path: array}`, the pytree that steps, optimizers and checkpoints share. With stacked
+layers a path is `layers/attn/q_proj/kernel`; with a list of layers, `layers/7/attn/q_proj/kernel`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer import Transformer
+from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.padding import Padding
+from shardwise.partition.plan import Decision, ParamSpec, Plan, make_plan, named_sharding
+from shardwise.partition.rules import Override, Rules
+
+Params = dict[str, jax.Array]
+
+
+@lru_cache(maxsize=64)
+def declared_params(config: ModelConfig) -> tuple[ParamSpec, ...]:
+    """Every parameter of the model, from shapes alone."""
+    _, flat = _template(config, Padding.none(config), True)
+    return tuple(
+        ParamSpec("/".join(path), tuple(v.get_metadata("out_sharding")), v.get_metadata("init")) for path, v in flat
+    )
+
+
+def plan_model(
+    config: ModelConfig, mesh: MeshSpec, rules: Rules | None = None, overrides: Iterable[Override] = ()
+) -> Plan:
+    """The Plan of a model on a resolved mesh; see make_plan."""
+    return make_plan(config, declared_params(config), mesh, rules, overrides)
+
+
+def bind(plan: Plan, params: Mapping[str, jax.Array], stacked: bool) -> Transformer:
+    """The model with these arrays (or tracers) as its parameters; cheap, for use inside a traced step."""
+    graph, flat = _template(plan.config, plan.padding, stacked)
+    state = [(path, variable.replace(params["/".join(map(str, path))])) for path, variable in flat]
+    return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def layer_paths(plan: Plan, path: str) -> tuple[str, ...]:
+    """The unstacked paths of a decision: one for each layer below `layers/`, else the path itself."""
+    if not plan[path].stacked:
+        return (path,)
+    rest = path.removeprefix("layers/")
+    return tuple(f"layers/{layer}/{rest}" for layer in range(plan.config.num_layers))
+
+
+def unstack(plan: Plan, mesh: jax.sharding.Mesh, params: Params) -> Params:
+    """Stacked parameters as one array per layer, as decoding wants them; dtypes and cuts stay."""
+    out: Params = {}
+    for path, value in params.items():
+        decision = plan[path]
+        if not decision.stacked:
+            out[path] = value
+            continue
+        sharding = named_sharding(mesh, decision.spec[1:])
+        split = jax.jit(lambda x: tuple(x), out_shardings=sharding)
+        out.update(zip(layer_paths(plan, path), split(value), strict=True))
+    return out
+
+
+def init_params(plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype) -> Params:
+    """Freshly drawn stacked parameters, the same on every mesh.
+
+    Matrices and embeddings are normal with the config's `initializer_range`, norm scales one, biases zero. The true
+    shape is drawn and then padded; each parameter's key comes from the seed and its path.
+    """
+    return {d.path: _init_one(plan, mesh, d, seed, jnp.dtype(dtype)) for d in plan.decisions}
+
+
+def _init_one(plan: Plan, mesh: jax.sharding.Mesh, decision: Decision, seed: int, dtype: jnp.dtype) -> jax.Array:
+    @partial(jax.jit, out_shardings=named_sharding(mesh, decision.spec))
+    def draw(key: jax.Array) -> jax.Array:
+        shape = decision.true_shape
+        if decision.init == "normal":
+            value = jax.random.normal(key, shape, jnp.float32) * plan.config.initializer_range
+        else:
+            value = jnp.full(shape, {"ones": 1.0, "zeros": 0.0}[decision.init], jnp.float32)
+        return plan.padding.pad(value.astype(dtype), decision.axes, decision.shape)
+
+    return draw(jax.random.fold_in(jax.random.key(seed), zlib.crc32(decision.path.encode())))
+
+
+@lru_cache(maxsize=64)
+def _template(config: ModelConfig, padding: Padding, stacked: bool):
+    model = nnx.eval_shape(lambda: Transformer(config, padding, stacked))
+    graph, state = nnx.split(model)
+    return graph, nnx.to_flat_state(state)

@@ -1,0 +1,265 @@
+"""The one decoder transformer, in Flax NNX: parameters, names, logical axes and the forward pass.
+
+Shapes: B batch, T query length, S key length, D embed, K kv heads (slots after padding), G query heads per kv head,
+E head_dim, F mlp, V vocab, L layers. Not here: steps, losses, sampling (steps/), and what a family's files call
+these tensors (families/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardwise.models import vocabulary
+from shardwise.models.attention import Kernel, Visibility, attention
+from shardwise.models.cache import CACHE_AXES, KVCache, write_rows
+from shardwise.models.config import ModelConfig
+from shardwise.models.dense import dense
+from shardwise.models.positions import rotate, rotation
+from shardwise.models.vocabulary import VocabTable
+from shardwise.partition.constraints import Placement
+from shardwise.partition.padding import Padding
+
+Remat = Literal["none", "dots", "full"]
+"""What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+class Declare:
+    """Makes parameters of the padded sizes, with their logical axes, under one path prefix."""
+
+    def __init__(self, padding: Padding, prefix: str = "", stacked: bool = False):
+        self.padding, self.prefix, self.stacked = padding, prefix, stacked
+
+    def below(self, name: str, stacked: bool | None = None) -> Declare:
+        """The same one level further down."""
+        return Declare(self.padding, f"{self.prefix}{name}/", self.stacked if stacked is None else stacked)
+
+    def param(self, *axes: str, init: str = "normal") -> nnx.Param:
+        """A parameter with these logical axes (behind `layers` where layers are stacked), not yet drawn."""
+        axes = ("layers", *axes) if self.stacked else axes
+        return nnx.Param(jnp.zeros(self.padding.use_shape(axes)), out_sharding=axes, eager_sharding=False, init=init)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
+
+    def __init__(self, declare: Declare, eps: float):
+        self.path, self.eps = declare.prefix, eps
+        self.scale = declare.param("vector", init="ones")
+
+    def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * place.weight(self.path + "scale", self.scale[...])
+
+
+class Linear(nnx.Module):
+    """A projection from the dims `inputs` to the dims `outputs`, with an optional bias added once, after any
+    reduction over `tp`."""
+
+    def __init__(self, declare: Declare, inputs: tuple[str, ...], outputs: tuple[str, ...], bias: bool):
+        self.path, self.num_inputs = declare.prefix, len(inputs)
+        self.kernel = declare.param(*inputs, *outputs)
+        bias_axes = ("vector",) if outputs == ("embed",) else outputs
+        self.bias = declare.param(*bias_axes, init="zeros") if bias else None
+
+    def __call__(self, place: Placement, x: jax.Array, *out_axes: str, repeat: jax.Array | None = None) -> jax.Array:
+        """Project `x` [B, T, inputs…] to [B, T, outputs…], laid out as `out_axes` say.
+
+        Args:
+            repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as stored.
+        """
+        kernel = place.weight(self.path + "kernel", self.kernel[...])
+        bias = None if self.bias is None else place.weight(self.path + "bias", self.bias[...])
+        if repeat is not None:
+            kernel = jnp.take(kernel, repeat, axis=self.num_inputs)
+            kernel = place.activation(kernel, *(("embed",) * self.num_inputs), *out_axes[2:])
+            bias = None if bias is None else jnp.take(bias, repeat, axis=0)
+        y = place.activation(dense(x, kernel, self.num_inputs), *out_axes)
+        return y if bias is None else y + bias
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped query heads and rotary positions."""
+
+    def __init__(self, declare: Declare, config: ModelConfig):
+        self.config, self.heads = config, declare.padding.heads
+        query, key = ("heads", "q_per_kv", "head_dim"), ("kv_heads", "head_dim")
+        bias = config.qkv_bias
+        self.q_proj = Linear(declare.below("q_proj"), ("embed",), query, bias)
+        self.k_proj = Linear(declare.below("k_proj"), ("embed",), key, bias)
+        self.v_proj = Linear(declare.below("v_proj"), ("embed",), key, bias)
+        self.o_proj = Linear(declare.below("o_proj"), query, ("embed",), config.attention_out_bias)
+
+    def __call__(
+        self,
+        place: Placement,
+        x: jax.Array,
+        turn: tuple[jax.Array, jax.Array],
+        visible: Visibility,
+        cached: tuple[jax.Array, jax.Array, jax.Array] | None,
+        kernel: Kernel,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Attend; with `cached` (keys, values [B, S, K, E], starts [B]) new keys and values are written first."""
+        repeat = jnp.asarray(self.heads.kv_of_slot) if self.heads.repeat > 1 else None
+        query_axes = ("batch", "length", "heads", "q_per_kv", "head_dim")
+        q = self.q_proj(place, x, *query_axes)
+        k = self.k_proj(place, x, *CACHE_AXES, repeat=repeat)
+        v = self.v_proj(place, x, *CACHE_AXES, repeat=repeat)
+        q, k = rotate(q, turn), rotate(k, turn)
+        updated = None
+        if cached is not None:
+            keys, values, starts = cached
+            k = place.activation(write_rows(keys, k, starts), *CACHE_AXES)
+            v = place.activation(write_rows(values, v, starts), *CACHE_AXES)
+            updated = (k, v)
+        out = attention(place, q, k, v, visible, kernel)
+        if not self.heads.valid.all():  # a padded head would else move its (zero) rows of o_proj in training
+            out = out * jnp.asarray(self.heads.valid, out.dtype)[:, :, None]
+        out = place.activation(out, *query_axes)
+        return self.o_proj(place, out, "batch", "length", "embed"), updated
+
+
+class GatedMLP(nnx.Module):
+    """Gated feed-forward layer (Shazeer 2020, arXiv:2002.05202): down(act(gate(x)) · up(x))."""
+
+    def __init__(self, declare: Declare, config: ModelConfig):
+        self.activation = config.activation
+        self.gate_proj = Linear(declare.below("gate_proj"), ("embed",), ("mlp",), config.mlp_bias)
+        self.up_proj = Linear(declare.below("up_proj"), ("embed",), ("mlp",), config.mlp_bias)
+        self.down_proj = Linear(declare.below("down_proj"), ("mlp",), ("embed",), config.mlp_bias)
+
+    def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
+        gate = self.gate_proj(place, x, "batch", "length", "mlp")
+        up = self.up_proj(place, x, "batch", "length", "mlp")
+        return self.down_proj(place, _ACTIVATIONS[self.activation](gate) * up, "batch", "length", "embed")
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, declare: Declare, config: ModelConfig):
+        self.attn_norm = RMSNorm(declare.below("attn_norm"), config.norm_eps)
+        self.attn = Attention(declare.below("attn"), config)
+        self.mlp_norm = RMSNorm(declare.below("mlp_norm"), config.norm_eps)
+        self.mlp = GatedMLP(declare.below("mlp"), config)
+
+    def __call__(self, place: Placement, x: jax.Array, turn, visible, cached, kernel):
+        attended, updated = self.attn(place, self.attn_norm(place, x), turn, visible, cached, kernel)
+        x = x + attended
+        x = x + self.mlp(place, self.mlp_norm(place, x))
+        return place.activation(x, "batch", "length", "embed"), updated
+
+
+class Transformer(nnx.Module):
+    """Embedding, L blocks, final norm and head.
+
+    Layers are one stacked block, run by a scan (training), or a list of blocks (decoding, where slicing a stack
+    costs more than the layer itself on a CPU).
+    """
+
+    def __init__(self, config: ModelConfig, padding: Padding, stacked: bool):
+        declare = Declare(padding)
+        self.config, self.stacked = config, stacked
+        self.embed = nnx.Dict(table=declare.param("vocab", "embed"))
+        if stacked:
+            self.layers = Block(declare.below("layers", stacked=True), config)
+        else:
+            # every block asks the Plan under the stacked path: one decision holds for all layers
+            self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(declare.below("final_norm"), config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nnx.Dict(kernel=declare.param("vocab", "embed"))
+
+    def hidden(
+        self,
+        place: Placement,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segments: jax.Array,
+        remat: Remat = "none",
+        kernel: Kernel = "auto",
+    ) -> jax.Array:
+        """Final hidden states of whole sequences, without a cache.
+
+        Args:
+            tokens: int32 [B, T].
+            positions: int32 [B, T], counted within each document.
+            segments: int32 [B, T]: documents of a row; 0 is padding. Nothing is attended across segments.
+            remat: what the backward pass recomputes.
+
+        Returns:
+            [B, T, D] in the compute dtype, after the final norm.
+        """
+        x, turn = self._enter(place, tokens, positions)
+        visible = Visibility(positions, segments, positions, segments)
+
+        def step(block: Block, x: jax.Array) -> jax.Array:
+            return block(place, x, turn, visible, None, kernel)[0]
+
+        if self.stacked:
+            graph, stack = nnx.split(self.layers)
+
+            def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+                return step(nnx.merge(graph, layer), x), None
+
+            x, _ = jax.lax.scan(_remat(body, remat), x, stack)
+        else:
+            for block in self.layers:
+                x = step(block, x)
+        return self.final_norm(place, x)
+
+    def hidden_cached(
+        self, place: Placement, tokens: jax.Array, counts: jax.Array, cache: KVCache, kernel: Kernel = "auto"
+    ) -> tuple[jax.Array, KVCache]:
+        """Final hidden states of the next T tokens of every row, which are added to the cache.
+
+        Args:
+            tokens: int32 [B, T], right-padded.
+            counts: int32 [B]: how many of the T are real; the row grows by that many. What padding writes past it is
+                overwritten by the next call and never visible.
+            cache: has room for T more tokens in every row (the caller checks on the host).
+        """
+        assert not self.stacked, "decoding needs per-layer weights"
+        offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = cache.lengths[:, None] + offset
+        x, turn = self._enter(place, tokens, positions)
+        slots = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (tokens.shape[0], cache.capacity))
+        visible = Visibility(positions, jnp.ones_like(positions), slots, jnp.ones_like(slots))
+        keys, values = [], []
+        for block, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
+            x, (k, v) = block(place, x, turn, visible, (k, v, cache.lengths), kernel)
+            keys.append(k)
+            values.append(v)
+        grown = replace(cache, keys=tuple(keys), values=tuple(values), lengths=cache.lengths + counts)
+        return self.final_norm(place, x), grown
+
+    def head(self, place: Placement) -> VocabTable:
+        """The output head: the embedding table where it is tied."""
+        if self.lm_head is None:
+            return VocabTable.of(place, "embed/table", self.embed["table"][...])
+        return VocabTable.of(place, "lm_head/kernel", self.lm_head["kernel"][...])
+
+    def logits(self, place: Placement, hidden: jax.Array) -> jax.Array:
+        """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the vocabulary."""
+        path, owner = ("embed/table", self.embed["table"]) if self.lm_head is None else (
+            "lm_head/kernel", self.lm_head["kernel"])  # fmt: skip
+        return vocabulary.logits(place, hidden, place.weight(path, owner[...]))
+
+    def _enter(self, place: Placement, tokens: jax.Array, positions: jax.Array):
+        table = VocabTable.of(place, "embed/table", self.embed["table"][...])
+        x = place.activation(vocabulary.look_up(place, table, tokens), "batch", "length", "embed")
+        return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
+
+
+def _remat(body, remat: Remat):
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    policy = {"dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # inside a scan nothing can be merged anyway

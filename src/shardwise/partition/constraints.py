@@ -1,0 +1,61 @@
+"""Constraints on values inside a compiled step: where activations lie and how a weight is fetched for use.
+
+Not here: which spec a parameter has (plan.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.lax import with_sharding_constraint
+
+from shardwise.partition.plan import Plan, named_sharding
+from shardwise.partition.rules import Spec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A Plan bound to a device mesh and a compute dtype; what the model's forward pass asks for constraints."""
+
+    plan: Plan
+    mesh: jax.sharding.Mesh
+    compute_dtype: jnp.dtype
+
+    def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        """`x` held to `spec`; nothing to hold on a single device."""
+        if self.mesh.size == 1:
+            return x
+        return with_sharding_constraint(x, named_sharding(self.mesh, spec))
+
+    def activation(self, x: jax.Array, *axes: str) -> jax.Array:
+        """`x` cut as the rules say for its logical axes (`embed` stays whole: fsdp splits the batch instead)."""
+        spec = tuple(() if axis == "embed" else self.plan.rules.mesh_axes(axis) for axis in axes)
+        return self.constrain(x, spec)
+
+    def stored(self, path: str, value: jax.Array) -> jax.Array:
+        """A parameter in the compute dtype, still lying as it is stored.
+
+        The cast is held to the stored spec, so that what travels afterwards is the compute dtype; without that the
+        partitioner may gather float32.
+
+        Args:
+            path: parameter path; below `layers/` the value is one layer's slice.
+            value: of the stored shape, without the layers dim where there is one.
+        """
+        skip = value.ndim < len(self.plan[path].axes)
+        return self.constrain(value.astype(self.compute_dtype), self.plan[path].spec[skip:])
+
+    def weight(self, path: str, value: jax.Array) -> jax.Array:
+        """A parameter ready for use: cast, then gathered over `fsdp` (and only that), then trimmed to its use shape.
+
+        Args and shapes as for `stored`.
+        """
+        decision = self.plan[path]
+        skip = value.ndim < len(decision.axes)
+        value = self.constrain(self.stored(path, value), decision.without_fsdp()[skip:])
+        use_shape = decision.use_shape[skip:]
+        if value.shape != use_shape:
+            value = value[tuple(slice(0, size) for size in use_shape)]
+        return value

@@ -1,0 +1,1 @@
+"""Compiled steps: build_step(plan, workload), losses, sampling, optimizers."""

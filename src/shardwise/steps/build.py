@@ -1,0 +1,177 @@
+"""build_step: the one place where a computation over a Plan becomes a compiled step.
+
+Training, evaluation, generation, benchmarks and (later) explain, audit and serving lower this same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise.models.cache import cache_shape
+from shardwise.models.parameters import bind, layer_paths
+from shardwise.partition.constraints import Placement
+from shardwise.partition.mesh import build_mesh
+from shardwise.partition.plan import Plan, named_sharding
+from shardwise.steps import loss, sampling, train
+from shardwise.steps.workload import Workload
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step bound to its mesh: call it with arrays, or lower it on shapes alone."""
+
+    plan: Plan
+    workload: Workload
+    mesh: jax.sharding.Mesh
+    fn: Callable[..., Any]
+    """The jitted function; its first argument (train) or its cache (prefill, decode) is donated."""
+    abstract_args: tuple[Any, ...]
+    """Shapes, dtypes and shardings of the arguments."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower on the abstract arguments; no array is made."""
+        return self.fn.lower(*self.abstract_args)
+
+
+def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = None) -> Step:
+    """The step of `workload` under `plan`.
+
+    Arguments and results by task (see Step.abstract_args for shapes):
+        train: (TrainState, batch) → (TrainState, metrics), batch as data.packing makes it.
+        score: (params, batch) → {"nll": [B, T], "right": [B, T]}.
+        logits: (params, batch) → float32 [B, T, V].
+        prefill: (params, cache, tokens [B, T], counts [B], sampling or None) → (ids [B] or logits [B, V], cache).
+        decode: (params, cache, tokens [B, 1], counts [B], sampling or None) → the same.
+    Parameters are stacked over layers for train, one array per layer for prefill and decode, either for the rest.
+
+    Args:
+        devices: those of the mesh; default all.
+
+    Raises:
+        ConfigError: batch or cache sizes that do not fit.
+        MeshError: the devices do not fit the plan's mesh.
+    """
+    workload.check(plan)
+    return _build(plan, workload, build_mesh(plan.mesh, devices))
+
+
+@lru_cache(maxsize=64)
+def _build(plan: Plan, workload: Workload, mesh: jax.sharding.Mesh) -> Step:
+    place = Placement(plan, mesh, jnp.dtype(workload.compute_dtype))
+    make = {
+        "train": _train, "score": _score, "logits": _logits, "prefill": _cached, "decode": _cached
+    }[workload.task]  # fmt: skip
+    fn, args = make(place, workload)
+    return Step(plan, workload, mesh, fn, args)
+
+
+def abstract_params(plan: Plan, mesh: jax.sharding.Mesh, dtype: Any, stacked: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the flat parameter dict."""
+    out = {}
+    for d in plan.decisions:
+        skip = d.stacked and not stacked
+        sharding = named_sharding(mesh, d.spec[skip:])
+        shape = jax.ShapeDtypeStruct(d.shape[skip:], dtype, sharding=sharding)
+        out.update(dict.fromkeys(layer_paths(plan, d.path) if skip else (d.path,), shape))
+    return out
+
+
+def abstract_batch(plan: Plan, mesh: jax.sharding.Mesh, batch: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a batch of packed rows."""
+    sharding = named_sharding(mesh, (plan.batch_axes(), ()))
+    ints = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=sharding)
+    weights = jax.ShapeDtypeStruct((batch, length), jnp.float32, sharding=sharding)
+    return {"tokens": ints, "targets": ints, "segment_ids": ints, "positions": ints, "weights": weights}
+
+
+def _is_stacked(params: dict[str, Any]) -> bool:
+    return "layers/attn_norm/scale" in params
+
+
+def _train(place: Placement, workload: Workload):
+    plan, mesh = place.plan, place.mesh
+    state = train.abstract_state(plan, mesh, workload)
+    batch = abstract_batch(plan, mesh, workload.batch, workload.length)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    fn = jax.jit(train.train_step(place, workload), donate_argnums=0, out_shardings=(shardings, None))
+    return fn, (state, batch)
+
+
+def _hidden(place: Placement, workload: Workload, params: dict[str, jax.Array], batch: dict[str, jax.Array]):
+    model = bind(place.plan, params, _is_stacked(params))
+    hidden = model.hidden(
+        place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel
+    )
+    return model, hidden
+
+
+def _score(place: Placement, workload: Workload):
+    def score(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        model, hidden = _hidden(place, workload, params, batch)
+        nll, right = loss.token_nll(place, hidden, model.head(place), batch["targets"])
+        return {"nll": nll, "right": right}
+
+    everywhere = named_sharding(place.mesh, ())
+    return jax.jit(score, out_shardings=everywhere), _sequence_args(place, workload)
+
+
+def _logits(place: Placement, workload: Workload):
+    def logits(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        model, hidden = _hidden(place, workload, params, batch)
+        whole = place.constrain(model.logits(place, hidden), ((), (), ()))
+        return whole[..., : place.plan.config.vocab_size]
+
+    return jax.jit(logits, out_shardings=named_sharding(place.mesh, ())), _sequence_args(place, workload)
+
+
+def _sequence_args(place: Placement, workload: Workload):
+    params = abstract_params(place.plan, place.mesh, jnp.dtype(workload.param_dtype), stacked=True)
+    return params, abstract_batch(place.plan, place.mesh, workload.batch, workload.length)
+
+
+def _cached(place: Placement, workload: Workload):
+    plan, mesh = place.plan, place.mesh
+    cache = cache_shape(place, workload.batch, workload.capacity)
+
+    def step(params, cache, tokens, counts, chosen_by):
+        model = bind(plan, params, stacked=False)
+        hidden, cache = model.hidden_cached(place, tokens, counts, cache, workload.kernel)
+        last = jnp.maximum(counts - 1, 0)[:, None, None]
+        hidden = hidden if workload.length == 1 else jnp.take_along_axis(hidden, last, axis=1)
+        logits = model.logits(place, hidden)[:, 0]
+        if workload.choose == "logits":
+            return place.constrain(logits, ((), ()))[:, : plan.config.vocab_size], cache
+        if workload.choose == "greedy":
+            return sampling.greedy(place, logits), cache
+        return sampling.sample(place, logits, chosen_by, cache.lengths), cache
+
+    rows = (plan.batch_axes(),)
+    everywhere = named_sharding(mesh, ())
+    out = (everywhere, jax.tree.map(lambda x: x.sharding, cache))
+
+    def ints(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, spec))
+
+    b = (workload.batch,)
+    chosen_by = None
+    if workload.choose == "sample":
+        chosen_by = sampling.SamplingParams(
+            ints(b, rows, jnp.float32), ints(b, rows), ints(b, rows, jnp.float32), ints(b, rows, jnp.uint32)
+        )
+    args = (
+        abstract_params(plan, mesh, jnp.dtype(workload.param_dtype), stacked=False),
+        cache,
+        ints((*b, workload.length), (*rows, ())),
+        ints(b, rows),
+        chosen_by,
+    )
+    return jax.jit(step, donate_argnums=1, out_shardings=out), args

@@ -1,0 +1,63 @@
+"""What a step is asked to do: task, sizes, dtypes and options, as one hashable value.
+
+Imports no JAX. Not here: the step itself (build.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import ConfigError
+from shardwise.partition.plan import Plan
+from shardwise.steps.optimizer import OptimizerConfig
+
+Task = Literal["train", "score", "logits", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One compiled step's job."""
+
+    task: Task
+    """`train`: loss, gradients, update. `score`: NLL of given targets. `logits`: all logits of whole sequences.
+    `prefill`: add T tokens a row to the cache and choose the next. `decode`: the same for one token a row."""
+    batch: int
+    """B: sequences over all devices."""
+    length: int
+    """T: tokens a sequence (1 for `decode`)."""
+    capacity: int = 0
+    """S: tokens that a cache row holds (`prefill`, `decode`)."""
+    compute_dtype: str = "float32"
+    """Of activations and of weights at use."""
+    param_dtype: str = "float32"
+    """Of parameters, gradients and optimizer state."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What the backward pass recomputes."""
+    grad_accum_steps: int = 1
+    """Micro-batches that a training step runs one after the other."""
+    z_loss: float = 0.0
+    """Coefficient of the log-partition penalty in training."""
+    optimizer: OptimizerConfig | None = None
+    """Needed by `train`."""
+    choose: Literal["greedy", "sample", "logits"] = "greedy"
+    """What `prefill` and `decode` return: the likeliest ids, ids drawn as SamplingParams say, or the last logits."""
+    kernel: Literal["auto", "xla", "tokamax"] = "auto"
+    """Attention kernel."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise ConfigError when the sizes do not fit the plan's mesh."""
+        multiple = plan.batch_multiple()
+        axes = "×".join(plan.batch_axes())
+        if self.batch % (multiple * self.grad_accum_steps):
+            need = f"{axes} = {multiple}"
+            if self.grad_accum_steps > 1:
+                need += f" times grad_accum_steps = {self.grad_accum_steps}"
+            low = self.batch // (multiple * self.grad_accum_steps) * multiple * self.grad_accum_steps
+            options = [n for n in (low, low + multiple * self.grad_accum_steps) if n]
+            raise ConfigError(
+                f"a global batch of {self.batch} cannot be split over {need}; it must be a multiple, such as"
+                f" {' or '.join(map(str, options))}"
+            )
+        if self.task in ("prefill", "decode") and self.length > self.capacity:
+            raise ConfigError(f"{self.length} tokens do not fit a cache of {self.capacity} tokens a row")
