@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shardwise.models.config import ModelConfig
@@ -75,20 +76,30 @@ def init_params(plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype
     Matrices and embeddings are normal with the config's `initializer_range`, norm scales one, biases zero. The true
     shape is drawn and then padded; each parameter's key comes from the seed and its path.
     """
-    return {d.path: _init_one(plan, mesh, d, seed, jnp.dtype(dtype)) for d in plan.decisions}
+    key = jax.random.key(seed)
+    return {d.path: _init_one(plan, mesh, d, key, jnp.dtype(dtype)) for d in plan.decisions}
 
 
-def _init_one(plan: Plan, mesh: jax.sharding.Mesh, decision: Decision, seed: int, dtype: jnp.dtype) -> jax.Array:
-    @partial(jax.jit, out_shardings=named_sharding(mesh, decision.spec))
+def _init_one(plan: Plan, mesh: jax.sharding.Mesh, d: Decision, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    sharding = named_sharding(mesh, d.spec)
+    if d.init == "normal":
+        draw = _drawer(d.axes, d.shape, plan.padding, sharding, plan.config.initializer_range, dtype)
+        return draw(jax.random.fold_in(key, zlib.crc32(d.path.encode())))
+    value = {"ones": 1, "zeros": 0}[d.init]
+    true = np.broadcast_to(np.asarray(value, dtype), d.true_shape)
+    padded = plan.padding.pad(true, d.axes, d.shape)
+    return jax.make_array_from_callback(d.shape, sharding, lambda index: padded[index])
+
+
+@lru_cache(maxsize=64)
+def _drawer(axes, shape, padding: Padding, sharding, scale: float, dtype: jnp.dtype):
+    """One compiled draw for all parameters of the same shape and cut."""
+
     def draw(key: jax.Array) -> jax.Array:
-        shape = decision.true_shape
-        if decision.init == "normal":
-            value = jax.random.normal(key, shape, jnp.float32) * plan.config.initializer_range
-        else:
-            value = jnp.full(shape, {"ones": 1.0, "zeros": 0.0}[decision.init], jnp.float32)
-        return plan.padding.pad(value.astype(dtype), decision.axes, decision.shape)
+        value = jax.random.normal(key, padding.true_shape(axes), jnp.float32) * scale
+        return padding.pad(value.astype(dtype), axes, shape)
 
-    return draw(jax.random.fold_in(jax.random.key(seed), zlib.crc32(decision.path.encode())))
+    return jax.jit(draw, out_shardings=sharding)
 
 
 @lru_cache(maxsize=64)

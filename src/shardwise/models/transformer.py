@@ -61,11 +61,11 @@ class RMSNorm(nnx.Module):
 
 class Linear(nnx.Module):
     """A projection from the dims `inputs` to the dims `outputs`, with an optional bias added once, after any
-    reduction over `tp`."""
+    reduction over `tp`. The kernel lies as Hugging Face's does, [outputs…, inputs…]."""
 
     def __init__(self, declare: Declare, inputs: tuple[str, ...], outputs: tuple[str, ...], bias: bool):
         self.path, self.num_inputs = declare.prefix, len(inputs)
-        self.kernel = declare.param(*inputs, *outputs)
+        self.kernel = declare.param(*outputs, *inputs)
         bias_axes = ("vector",) if outputs == ("embed",) else outputs
         self.bias = declare.param(*bias_axes, init="zeros") if bias else None
 
@@ -78,10 +78,10 @@ class Linear(nnx.Module):
         kernel = place.weight(self.path + "kernel", self.kernel[...])
         bias = None if self.bias is None else place.weight(self.path + "bias", self.bias[...])
         if repeat is not None:
-            kernel = jnp.take(kernel, repeat, axis=self.num_inputs)
-            kernel = place.activation(kernel, *(("embed",) * self.num_inputs), *out_axes[2:])
+            kernel = jnp.take(kernel, repeat, axis=0)
+            kernel = place.activation(kernel, *out_axes[2:], *(("embed",) * self.num_inputs))
             bias = None if bias is None else jnp.take(bias, repeat, axis=0)
-        y = place.activation(dense(x, kernel, self.num_inputs), *out_axes)
+        y = place.activation(dense(x, kernel, self.num_inputs, place.on_cpu), *out_axes)
         return y if bias is None else y + bias
 
 

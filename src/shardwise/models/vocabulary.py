@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from shardwise.models.dense import dense
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
 from shardwise.partition.rules import Spec
@@ -84,7 +85,7 @@ def logits(place: Placement, hidden: jax.Array, head: jax.Array) -> jax.Array:
         float32 (or wider) [B, T, V padded]; ids past the true vocabulary are −inf.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    out = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=wide)
+    out = dense(hidden, head, 1, place.on_cpu, wide)
     out = place.activation(out, "batch", "length", "vocab")
     return mask_padding(out, place.plan.config.vocab_size)
 

@@ -23,6 +23,11 @@ class Placement:
     mesh: jax.sharding.Mesh
     compute_dtype: jnp.dtype
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs, real or fake."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x` held to `spec`; nothing to hold on a single device."""
         if self.mesh.size == 1:

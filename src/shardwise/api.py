@@ -1,0 +1,263 @@
+"""The public entry points: open a model on a mesh, plan it, ask it for logits.
+
+Everything here is also what the commands call. Not here: training (training/) and generation (serving/generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardwise.checkpoints.export import export
+from shardwise.checkpoints.load import load_params
+from shardwise.checkpoints.reader import Checkpoint, open_checkpoint
+from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
+from shardwise.errors import CheckpointError, ConfigError, ContextError
+from shardwise.families import config_from_hf
+from shardwise.families.presets import PRESETS, preset
+from shardwise.models.cache import KVCache, cache_shape
+from shardwise.models.config import ModelConfig
+from shardwise.models.parameters import Params, plan_model, unstack
+from shardwise.partition.constraints import Placement
+from shardwise.partition.mesh import MeshSpec, build_mesh, default_mesh
+from shardwise.partition.plan import Plan
+from shardwise.partition.rows import put_rows
+from shardwise.partition.rules import Override, Rules
+from shardwise.steps.build import build_step
+from shardwise.steps.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def open_model(model: str | Path) -> Checkpoint:
+    """Open a MODEL argument: a folder, a `.gguf` file, a `config.json`, or the name of a preset (shapes only).
+
+    Raises:
+        CheckpointError: it is none of these.
+    """
+    if str(model) in PRESETS and not Path(model).exists():
+        return Checkpoint(Path(str(model)), "config", preset(str(model)), None, None)
+    try:
+        return open_checkpoint(model)
+    except CheckpointError as error:
+        if Path(model).exists() or "/" in str(model) or "." in str(model):
+            raise
+        try:
+            preset(str(model))
+        except ConfigError as unknown:
+            raise CheckpointError(f"{error}; and {unknown}") from None
+        raise
+
+
+def resolve_mesh(mesh: str | MeshSpec | None, task: str, devices: Sequence[Any] | None = None) -> MeshSpec:
+    """A mesh with all sizes known, for the devices that there are; None takes default_mesh(task)."""
+    found = tuple(jax.devices() if devices is None else devices)
+    spec = default_mesh(task) if mesh is None else mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
+    return spec.resolve(len(found), found[0].platform)
+
+
+def plan(
+    model: str | Path | ModelConfig, mesh: str | MeshSpec, *, rules: Rules | None = None, overrides: Iterable[str] = ()
+) -> Plan:
+    """How a model would be cut on a mesh; needs neither weights nor devices.
+
+    Args:
+        model: MODEL argument or a ModelConfig.
+        mesh: every size given (no -1), since no devices are looked at.
+        overrides: `REGEX=SPEC` strings, tried in order before the rules.
+    """
+    config = model if isinstance(model, ModelConfig) else config_from_hf(open_model(model).hf_config)
+    spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+    if -1 in spec.sizes.values():
+        raise ConfigError(f"mesh {spec} has a -1, but planning looks at no devices; give all three sizes")
+    return plan_model(config, spec, rules, [Override.parse(text) for text in overrides])
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on a mesh."""
+
+    checkpoint: Checkpoint
+    """What it was loaded from."""
+    plan: Plan
+    mesh: jax.sharding.Mesh
+    params: Params
+    """One array per layer, or stacked."""
+    compute_dtype: str = "float32"
+
+    @property
+    def config(self) -> ModelConfig:
+        """True sizes and options."""
+        return self.plan.config
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Devices of the mesh."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def param_dtype(self) -> str:
+        """Dtype of the parameters."""
+        return str(next(iter(self.params.values())).dtype)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that came with the checkpoint, checked against the embedding; CheckpointError if none."""
+        tokenizer = load_tokenizer(self.checkpoint)
+        check_tokenizer_fits(tokenizer, self.config.vocab_size)
+        return tokenizer
+
+    @cached_property
+    def decode_params(self) -> Params:
+        """The parameters as one array per layer, as the cached steps take them."""
+        return unstack(self.plan, self.mesh, self.params)
+
+    def step(self, task: str, batch: int, length: int, **options: Any):
+        """build_step for this model; see Workload for options."""
+        workload = Workload(
+            task, batch, length, compute_dtype=self.compute_dtype, param_dtype=self.param_dtype, **options
+        )  # type: ignore[arg-type]
+        return build_step(self.plan, workload, self.devices)
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache of zeros."""
+        shapes = cache_shape(Placement(self.plan, self.mesh, np.dtype(jax.numpy.dtype(self.compute_dtype))), batch, capacity)
+        return _zeros(shapes)
+
+    def logits(self, tokens: np.ndarray, attention_mask: np.ndarray | None = None) -> np.ndarray:
+        """Logits at every place of whole sequences.
+
+        Args:
+            tokens: int [B, T]; any B (rows are added to suit the mesh, and dropped again).
+            attention_mask: int [B, T], 1 for tokens and 0 for padding, left or right; default all 1.
+
+        Returns:
+            float32 (float64 for float64 compute) [B, T, V]; at padding they mean nothing.
+
+        Raises:
+            ContextError: T is above the model's context.
+            ConfigError: an id outside the vocabulary.
+        """
+        tokens = self._checked(tokens)
+        mask = np.ones_like(tokens) if attention_mask is None else np.asarray(attention_mask).astype(np.int32)
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
+        batch = {
+            "tokens": tokens * mask,
+            "targets": np.zeros_like(tokens),
+            "segment_ids": mask,
+            "positions": positions,
+            "weights": np.zeros(tokens.shape, np.float32),
+        }
+        rows = tokens.shape[0]
+        padded = {name: self._fill(array) for name, array in batch.items()}
+        step = self.step("logits", padded["tokens"].shape[0], tokens.shape[1])
+        out = step(self.params, put_rows(self.plan, self.mesh, padded))
+        return np.asarray(out.addressable_data(0))[:rows]
+
+    def cached_logits(self, tokens: np.ndarray, prefill: int) -> np.ndarray:
+        """Logits of given tokens through the cache: `prefill` at once, the rest one at a time.
+
+        Args:
+            tokens: int [B, T].
+            prefill: how many of the T go in first, at least 1.
+
+        Returns:
+            float32 [B, T, V]; nothing is known of places before the last prefilled one: they are NaN.
+        """
+        tokens = self._checked(tokens)
+        rows, length = tokens.shape
+        filled = self._fill(tokens)
+        batch = filled.shape[0]
+        cache = self.empty_cache(batch, length)
+        out = np.full((rows, length, self.config.vocab_size), np.nan, np.dtype(self.compute_dtype))
+        first = self.step("prefill", batch, prefill, capacity=length, choose="logits")
+        later = self.step("decode", batch, 1, capacity=length, choose="logits")
+        for start, stop in [(0, prefill), *((at, at + 1) for at in range(prefill, length))]:
+            step = first if start == 0 else later
+            counts = np.full((batch,), stop - start, np.int32)
+            given = put_rows(self.plan, self.mesh, {"tokens": filled[:, start:stop], "counts": counts})
+            logits, cache = step(self.decode_params, cache, given["tokens"], given["counts"], None)
+            out[:, stop - 1] = np.asarray(logits.addressable_data(0))[:rows]
+        return out
+
+    def export(self, out: str | Path, dtype: str | None = None) -> None:
+        """Write a Hugging Face folder with config, weights, tokenizer and generation config; see export()."""
+        source = self.checkpoint
+        try:
+            tokenizer: Any = self.tokenizer
+        except CheckpointError:
+            if source.format == "gguf":
+                raise
+            tokenizer = None  # a folder with weights alone stays one
+        export(
+            out, self.plan, self.mesh, self.params,
+            dtype=dtype, hf_config=source.hf_config, generation_config=source.generation_config, tokenizer=tokenizer,
+        )  # fmt: skip
+
+    def with_params(self, params: Params) -> Model:
+        """The same model with other parameters."""
+        return replace(self, params=params)
+
+    def _checked(self, tokens: np.ndarray) -> np.ndarray:
+        tokens = np.asarray(tokens).astype(np.int32)
+        if tokens.ndim != 2:
+            raise ConfigError(f"tokens have shape {tokens.shape}; expected [batch, length]")
+        if tokens.shape[1] > self.config.max_position:
+            raise ContextError(
+                f"{tokens.shape[1]} tokens are more than the model's context of {self.config.max_position}"
+            )
+        if tokens.size and not (0 <= tokens.min() and tokens.max() < self.config.vocab_size):
+            bad = int(tokens.max()) if tokens.max() >= self.config.vocab_size else int(tokens.min())
+            raise ConfigError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+        return tokens
+
+    def _fill(self, array: np.ndarray) -> np.ndarray:
+        """Rows of zeros added so that the mesh divides the batch."""
+        missing = -array.shape[0] % self.plan.batch_multiple()
+        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+
+
+def _zeros(shapes: Any) -> Any:
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    make = jax.jit(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+    return make()
+
+
+def load(
+    model: str | Path,
+    *,
+    mesh: str | MeshSpec | None = None,
+    compute_dtype: str = "float32",
+    param_dtype: str | None = None,
+    devices: Sequence[Any] | None = None,
+    overrides: Iterable[str] = (),
+    stacked: bool = False,
+    task: str = "generate",
+) -> Model:
+    """Load a model's weights onto a mesh.
+
+    Args:
+        model: a Hugging Face folder or a `.gguf` file.
+        mesh: like `1,1,-1` or `fsdp:2,tp:2`; default all devices on `tp` (on `fsdp` for task `train`).
+        compute_dtype: of activations and of weights at use.
+        param_dtype: of the parameters as held; None keeps the checkpoint's.
+        devices: those of the mesh; default all.
+        overrides: `REGEX=SPEC` strings.
+        stacked: hold all layers in one array (training) instead of one array per layer (generation).
+
+    Raises:
+        CheckpointError, ConfigError, MeshError: with what is wrong and how to mend it.
+    """
+    checkpoint = open_model(model)
+    config = config_from_hf(checkpoint.hf_config)
+    the_plan = plan(config, resolve_mesh(mesh, task, devices), overrides=overrides)
+    device_mesh = build_mesh(the_plan.mesh, devices)
+    params = load_params(checkpoint, the_plan, device_mesh, param_dtype, stacked)
+    return Model(checkpoint, the_plan, device_mesh, params, compute_dtype)

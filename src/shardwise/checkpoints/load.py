@@ -1,0 +1,212 @@
+"""From an opened checkpoint to arrays on the mesh: each device's slice is read from the file and placed on it.
+
+Tensors are read by rows, so that no more than one device's array of one parameter is in host memory at a time.
+Not here: file formats (reader.py and its readers) and training checkpoints (native.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from shardwise.checkpoints.reader import Checkpoint, TensorReader
+from shardwise.errors import CheckpointError
+from shardwise.families import TensorName, get_family
+from shardwise.models.config import ModelConfig
+from shardwise.models.parameters import Params, layer_paths
+from shardwise.partition.plan import Decision, Plan, named_sharding
+
+READ_BYTES = 16 << 20
+"""Rows are read in pieces of about this many bytes."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One tensor of the file and how its dims map to ours."""
+
+    reader: TensorReader
+    name: str
+    dims: tuple[tuple[str, ...], ...]
+    sizes: Mapping[str, int]
+
+
+def load_params(
+    checkpoint: Checkpoint, plan: Plan, mesh: jax.sharding.Mesh, dtype: str | None, stacked: bool
+) -> Params:
+    """Read all parameters onto the mesh.
+
+    Args:
+        dtype: of the arrays; None keeps each tensor's own.
+        stacked: one array for all layers (training), or one per layer (decoding).
+
+    Raises:
+        CheckpointError: weights are absent; tensors missing, unexpected or of the wrong shape (all named at once).
+    """
+    if checkpoint.reader is None:
+        raise CheckpointError(f"{checkpoint.path} holds a configuration but no weights, which this needs")
+    names = check_tensors(checkpoint.reader, plan.config, str(checkpoint.path))
+    infos, sizes = checkpoint.reader.tensors(), plan.config.sizes()
+    params: Params = {}
+    for path in plan.paths:
+        decision, name = plan[path], names[path]
+        layers = range(plan.config.num_layers) if decision.stacked else (0,)
+        sources = [
+            _Source(checkpoint.reader, name.hf_name.format(layer=i), name.hf_dims, sizes) for i in layers
+        ]
+        kept = np.result_type(*(infos[source.name].dtype for source in sources))
+        kind = np.dtype(jax.numpy.dtype(dtype)) if dtype else kept
+        if stacked or not decision.stacked:
+            params[path] = _place(plan, mesh, decision, decision.shape, decision.spec, sources, kind)
+            continue
+        for one, source in zip(layer_paths(plan, path), sources, strict=True):
+            params[one] = _place(plan, mesh, decision, decision.shape[1:], decision.spec[1:], [source], kind)
+    return params
+
+
+def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict[str, TensorName]:
+    """Compare the tensors that there are with those that the model needs.
+
+    Returns:
+        Parameter path → tensor name.
+
+    Raises:
+        CheckpointError: names every missing, unexpected and wrongly shaped tensor.
+    """
+    family, sizes = get_family(config.family), config.sizes()
+    have = reader.tensors()
+    names = family.tensor_names(config)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in name.hf_dims)
+        layers = range(config.num_layers) if "{layer}" in name.hf_name else (0,)
+        wanted.update({name.hf_name.format(layer=layer): shape for layer in layers})
+    ignored = re.compile("|".join(f"(?:{p})" for p in family.ignored_tensors) or r"(?!)")
+    missing = [name for name in wanted if name not in have]
+    extra = [name for name in have if name not in wanted and not ignored.fullmatch(name)]
+    if config.tie_embeddings and "lm_head.weight" in extra and _same(reader, "lm_head.weight", _table(names)):
+        extra.remove("lm_head.weight")  # a copy of the tied table, as some tools write it
+    wrong = [
+        f"{name} is {list(have[name].shape)}, should be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in have and tuple(have[name].shape) != shape
+    ]
+    problems = []
+    for kind, found in (("missing", missing), ("unexpected", extra), ("of the wrong shape", wrong)):
+        if found:
+            problems.append(f"{len(found)} {kind}: {', '.join(found)}")
+    if problems:
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = "; if the head is the embedding table, set tie_word_embeddings to true in config.json"
+        elif "lm_head.weight" in extra:
+            hint = (
+                "; lm_head.weight differs from the embedding table although config.json says tie_word_embeddings:"
+                " set it to false to use this head"
+            )
+        raise CheckpointError(f"{where} does not fit its config: {'; '.join(problems)}{hint}")
+    return {name.path: name for name in names}
+
+
+def _table(names: Sequence[TensorName]) -> str:
+    return next(name.hf_name for name in names if name.path == "embed/table")
+
+
+def _same(reader: TensorReader, a: str, b: str) -> bool:
+    infos = reader.tensors()
+    if b not in infos or infos[a].shape != infos[b].shape or infos[a].dtype != infos[b].dtype:
+        return False
+    rows = infos[a].shape[0]
+    step = max(1, READ_BYTES * rows // max(1, math.prod(infos[a].shape) * infos[a].dtype.itemsize))
+    pieces = ((start, min(rows, start + step)) for start in range(0, rows, step))
+    return all(reader.rows(a, *p).tobytes() == reader.rows(b, *p).tobytes() for p in pieces)
+
+
+def _place(plan, mesh, decision: Decision, shape, spec, sources: list[_Source], dtype: np.dtype) -> jax.Array:
+    """One parameter, built device by device; the same slice on several devices is read once."""
+    sharding = named_sharding(mesh, spec)
+    by_slice: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        by_slice.setdefault(ranges, []).append(device)
+    arrays = []
+    for ranges, devices in by_slice.items():
+        local = _read_slice(plan, decision, ranges, sources, dtype)
+        arrays += [jax.device_put(local, device) for device in devices]
+        jax.block_until_ready(arrays)  # so that the host copy can be freed before the next is made
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _read_slice(plan, decision: Decision, ranges, sources: list[_Source], dtype: np.dtype) -> np.ndarray:
+    out = np.zeros([stop - start for start, stop in ranges], dtype)
+    if decision.stacked and len(ranges) == len(decision.axes):
+        (first, last), inner = ranges[0], ranges[1:]
+        for layer in range(first, last):
+            _fill(plan, decision.axes[1:], out[layer - first], inner, sources[layer])
+    else:
+        axes = decision.axes[decision.stacked :]
+        _fill(plan, axes, out, ranges, sources[0])
+    return out
+
+
+def _fill(plan: Plan, axes: Sequence[str], out: np.ndarray, ranges, source: _Source) -> None:
+    """Fill one layer's slice from the file; what is padding stays zero.
+
+    Args:
+        axes: logical axis of each dim of `out`.
+        ranges: (start, stop) of each dim in the physical tensor.
+    """
+    blocks: list[tuple[dict[str, tuple[int, int]], dict[str, int]]] = [
+        ({}, {})
+    ]  # true ranges, offsets in `out`
+    for axis, (start, stop) in zip(axes, ranges, strict=True):
+        if axis == "heads":
+            at = list(axes).index("q_per_kv")
+            blocks = [_query_block(*run, start, ranges[at]) for run in plan.padding.heads.runs(start, stop)]
+            blocks = [block for block in blocks if block[0]["q_per_kv"][0] < block[0]["q_per_kv"][1]]
+    for true, offset in blocks:
+        for axis, (start, stop) in zip(axes, ranges, strict=True):
+            if axis not in true:
+                true[axis], offset[axis] = (start, min(stop, source.sizes[axis])), 0
+        if any(start >= stop for start, stop in true.values()):
+            continue
+        where = tuple(slice(offset[a], offset[a] + true[a][1] - true[a][0]) for a in axes)
+        file_order = [axis for dim in source.dims for axis in dim]
+        view = out[where].transpose([list(axes).index(axis) for axis in file_order])
+        _copy(view, source, true)
+
+
+def _query_block(slot: int, kv_head: int, first: int, count: int, start: int, group: tuple[int, int]):
+    """True ranges and offsets of one slot's query heads, as far as `group` (a range of places) takes them in."""
+    low, high = group[0], min(group[1], count)
+    true = {"heads": (kv_head, kv_head + 1), "q_per_kv": (first + low, first + high)}
+    return true, {"heads": slot - start, "q_per_kv": 0}
+
+
+def _copy(view: np.ndarray, source: _Source, ranges: Mapping[str, tuple[int, int]]) -> None:
+    """Copy a block of the file's tensor into `view`, whose dims are the file's logical axes in the file's order."""
+    rows, columns = source.dims[0], [axis for dim in source.dims[1:] for axis in dim]
+    info = source.reader.tensors()[source.name]
+    column_sizes = [source.sizes[axis] for axis in columns]
+    column_slices = tuple(slice(*ranges[axis]) for axis in columns)
+    row_bytes = math.prod(info.shape[1:]) * info.dtype.itemsize
+
+    def copy(view: np.ndarray, axes: Sequence[str], base: int) -> None:
+        start, stop = ranges[axes[0]]
+        inner = math.prod(source.sizes[axis] for axis in axes[1:])
+        if any(ranges[axis] != (0, source.sizes[axis]) for axis in axes[1:]):
+            for i in range(start, stop):
+                copy(view[i - start], axes[1:], base + i * inner)
+            return
+        step = max(1, READ_BYTES // max(1, row_bytes * inner))
+        for i in range(start, stop, step):
+            j = min(i + step, stop)
+            block = source.reader.rows(source.name, base + i * inner, base + j * inner)
+            block = block.reshape(j - i, *(source.sizes[axis] for axis in axes[1:]), *column_sizes)
+            view[i - start : j - start] = block[(slice(None),) * len(axes) + column_slices]
+
+    copy(view, rows, 0)

@@ -1,0 +1,107 @@
+"""The tokenizer that belongs to a checkpoint, from local files only.
+
+Not here: how a GGUF file describes its tokenizer (`gguf_tokenizer`). transformers is imported when used: it
+takes a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoints.reader import Checkpoint, find_gguf
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Any of these holds a vocabulary; without one AutoTokenizer makes an empty tokenizer for some model types.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with its chat template and special tokens.
+
+    Files in a named folder come first; a GGUF file's metadata are used where there are none. The network is
+    never used, and code that a folder brings is never run.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+
+    Returns:
+        A transformers tokenizer that can be saved and loaded again.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or it cannot be read.
+    """
+    with _no_advice():
+        return _load(checkpoint)
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse a tokenizer that has ids beyond the embedding table.
+
+    Args:
+        tokenizer: the tokenizer in use.
+        vocab_size: rows of the embedding table.
+
+    Raises:
+        CheckpointError: there is such an id.
+    """
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if needed > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has ids up to {needed - 1}, so it needs a vocabulary of {needed}, but the model's"
+            f" embedding table has {vocab_size} rows; use the tokenizer that the model was trained with, or"
+            " remove the tokens added to it"
+        )
+
+
+def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    path = checkpoint.path
+    folder = path if path.is_dir() else path.parent
+    from_files = path.is_dir() or checkpoint.format == "config"
+    if from_files and any((folder / name).exists() for name in _VOCABULARIES):
+        return _from_files(folder)
+    if checkpoint.format == "gguf":
+        from shardwise.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(find_gguf(path), getattr(checkpoint.reader, "metadata", None))
+    raise CheckpointError(
+        f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
+    )
+
+
+def _from_files(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries below raise anything, even bare Exception for a broken file
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {first_line}") from error
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Without transformers' remark, when it is first imported, that there is no torch: we need none."""
+    key = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before

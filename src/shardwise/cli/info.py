@@ -1,0 +1,38 @@
+"""`shardwise info`: its options; the report itself is models/info.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardwise.cli.options import CommonOptions, option, refuse_without_effect, require_model
+from shardwise.cli.startup import start
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions(CommonOptions):
+    """Say what a model is made of and, for a mesh, how each tensor is cut; reads no weights."""
+
+    section: ClassVar[str] = "source"
+    example: ClassVar[str] = "shardwise info ./SmolLM2-135M --mesh dp:1,fsdp:4,tp:2 --devices cpu:8"
+
+    model: str = option(metavar="MODEL", positional=True)
+    """A folder of safetensors, a .gguf file, a config.json or a hub id."""
+
+    def _check_combination(self, given: frozenset[str]) -> None:
+        if self.mesh is None:
+            names = ("devices", "override", "compute_dtype", "coordinator", "num_processes", "process_id")
+            refuse_without_effect(given, names, "without --mesh", "add --mesh SPEC")
+        super()._check_combination(given)
+
+    def check_paths(self) -> None:
+        super().check_paths()
+        require_model(self.model)
+
+
+def run(options: InfoOptions) -> int:
+    """Prints the report; returns the exit code."""
+    start(options)
+    from shardwise.models import info
+
+    return info.run(options)

@@ -1,0 +1,1 @@
+"""Generation from prompts (later: the continuous-batching engine and its HTTP server)."""

@@ -1,0 +1,136 @@
+"""Generation for a fixed batch of prompts: prefill, then one token a row and step until every row has stopped.
+
+Not here: continuous batching and HTTP (later in this folder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.errors import ConfigError, ContextError
+from shardwise.partition.padding import round_up
+from shardwise.partition.rows import put_rows
+from shardwise.steps.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from shardwise.api import Model
+
+CAPACITY_STEP = 64
+"""Cache rows and prompts are rounded up to this many tokens, so that similar requests share compiled steps."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a generation are chosen."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest."""
+    top_k: int = 0
+    """Draw among the k likeliest; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the likeliest that together have this probability."""
+    seed: int = 0
+    """Row i draws with seed + i; its draws depend on nothing else but the position."""
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Iterable[int] = (),
+) -> list[list[int]]:
+    """Continue each prompt.
+
+    Args:
+        prompts: token ids, each at least one; of any lengths.
+        max_new_tokens: at most this many new ones a row.
+        temperature, top_k, top_p, seed: see Sampling.
+        stop_ids: a row ends with the first of these, which is part of its result.
+
+    Returns:
+        The new ids of each row.
+
+    Raises:
+        ContextError: a prompt and max_new_tokens together exceed the model's context.
+        ConfigError: an empty prompt, or an id outside the vocabulary.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    for ids in stream(model, prompts, max_new_tokens, sampling, stop_ids):
+        for row, token in ids:
+            rows[row].append(token)
+    return rows
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Iterable[int],
+) -> Iterator[list[tuple[int, int]]]:
+    """The same, step by step: yields (row, new id) for every row that has not stopped."""
+    if not prompts:
+        return
+    longest = _check(model, prompts, max_new_tokens)
+    stops = frozenset(stop_ids)
+    length = min(round_up(longest, CAPACITY_STEP), model.config.max_position)
+    capacity = min(round_up(length + max_new_tokens, CAPACITY_STEP), model.config.max_position)
+    batch = round_up(len(prompts), model.plan.batch_multiple())
+    choose = "greedy" if sampling.temperature == 0 else "sample"
+    options: dict[str, Any] = {"capacity": capacity, "choose": choose}
+    first = model.step("prefill", batch, length, **options)
+    later = model.step("decode", batch, 1, **options)
+
+    tokens = np.zeros((batch, length), np.int32)
+    counts = np.ones((batch,), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        counts[row] = len(prompt)
+
+    def put(**arrays: np.ndarray) -> list[Any]:
+        return list(put_rows(model.plan, model.mesh, arrays).values())
+
+    chosen_by = None
+    if choose == "sample":
+        seeds = (sampling.seed + np.arange(batch, dtype=np.uint64)).astype(np.uint32)
+        numbers = ((sampling.temperature, np.float32), (sampling.top_k, np.int32), (sampling.top_p, np.float32))
+        columns = [np.full((batch,), value, kind) for value, kind in numbers]
+        chosen_by = SamplingParams(*put(temperature=columns[0], top_k=columns[1], top_p=columns[2], seed=seeds))
+    ids, cache = first(model.decode_params, model.empty_cache(batch, capacity), *put(t=tokens, c=counts), chosen_by)
+    (ones,) = put(ones=np.ones((batch,), np.int32))
+    running = set(range(len(prompts)))
+    for made in range(1, max_new_tokens + 1):
+        host = np.asarray(ids.addressable_data(0))
+        yield [(row, int(host[row])) for row in sorted(running)]
+        running -= {row for row in running if int(host[row]) in stops}
+        if not running or made == max_new_tokens:
+            return
+        (given,) = put(tokens=host[:, None])
+        ids, cache = later(model.decode_params, cache, given, ones, chosen_by)
+
+
+def _check(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    longest = max(len(prompt) for prompt in prompts)
+    context, vocab = model.config.max_position, model.config.vocab_size
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ConfigError(f"prompt {number} is empty; give at least one token, such as BOS")
+        bad = next((token for token in prompt if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise ConfigError(f"prompt {number} has token id {bad}, outside the vocabulary of {vocab}")
+    if longest + max_new_tokens > context:
+        raise ContextError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {context};"
+            f" shorten the prompt or ask for at most {max(0, context - longest)} new tokens"
+        )
+    return longest
