@@ -178,7 +178,7 @@ def _set_space_rules(backend: Tokenizer, add_space_prefix: bool) -> None:
     """Sentencepiece's rule: one more space before each stretch of text, even one that starts with a space."""
     from tokenizers import decoders, normalizers
 
-    spaces = [normalizers.Replace(" ", "▁")]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     plain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if add_space_prefix:
         spaces.insert(0, normalizers.Prepend("▁"))

@@ -43,7 +43,7 @@ def write_hf_folder(
         out: the folder to make; must not exist.
         hf_config: content of config.json.
         tensors: name and array of each tensor, in Hugging Face orientation; consumed one at a time, never
-            holding more than one shard.
+            holding more than one shard and the next tensor.
         tokenizer: saved along with its chat template.
         generation_config: content of generation_config.json.
         max_shard_bytes: a file holds at most this much, or a single bigger tensor.
@@ -135,8 +135,6 @@ def _write_tensors(
         shard[name] = array
         filled += array.nbytes
         total += array.nbytes
-        # The loop's own names would keep the last tensor of a written shard alive beside the next shard.
-        del value, array
     flush()
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")

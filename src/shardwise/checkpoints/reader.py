@@ -217,8 +217,8 @@ def _pickle_message(folder: Path, name: str) -> str:
         f" M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')"
     )
     return (
-        f"{folder / name}: pickle weights are refused, because opening a pickle can run any code; if you trust"
-        f' the source, convert them to safetensors with torch: python -c "{command}"'
+        f"{folder / name}: pickle weights are refused, because opening a pickle can run any code; if you"
+        f' trust their source, convert them to safetensors: python -c "{command}"'
     )
 
 

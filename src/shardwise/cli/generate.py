@@ -61,6 +61,6 @@ class GenerateOptions(CommonOptions):
 def run(options: GenerateOptions) -> int:
     """Generates; returns the exit code."""
     start(options)
-    from shardwise import generation
+    from shardwise.serving import command as generation
 
     return generation.run(options)

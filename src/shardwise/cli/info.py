@@ -1,4 +1,4 @@
-"""`shardwise info`: its options; the report itself is models/info.py."""
+"""`shardwise info`: its options; the report itself is planner/info.py."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class InfoOptions(CommonOptions):
 def run(options: InfoOptions) -> int:
     """Prints the report; returns the exit code."""
     start(options)
-    from shardwise.models import info
+    from shardwise.planner import info
 
     return info.run(options)

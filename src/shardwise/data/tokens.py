@@ -211,3 +211,12 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, vocab_size: 
             f"token id {highest} ({token!r}) is outside the model's vocab_size {vocab_size}; use the "
             f"tokenizer that belongs to the model, or a model with vocab_size > {highest}"
         )
+
+
+def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text with nothing around them; what looks like a control token is spelled out.
+
+    Raises:
+        DataError: a text cannot be kept apart from a control token.
+    """
+    return _encode_bodies(tokenizer, list(texts), _control_tokens(tokenizer), first=0)

@@ -57,7 +57,12 @@ def layer_paths(plan: Plan, path: str) -> tuple[str, ...]:
 
 
 def unstack(plan: Plan, mesh: jax.sharding.Mesh, params: Params) -> Params:
-    """Stacked parameters as one array per layer, as decoding wants them; dtypes and cuts stay."""
+    """Stacked parameters as one array per layer, as decoding wants them; dtypes and cuts stay.
+
+    Parameters that come one per layer already are handed back as they are.
+    """
+    if not any(path in plan and plan[path].stacked for path in params):
+        return params
     out: Params = {}
     for path, value in params.items():
         decision = plan[path]

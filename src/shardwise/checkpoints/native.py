@@ -1,0 +1,241 @@
+"""Training checkpoints: parameters, optimizer state and place in the data, written whole or not at all.
+
+A checkpoint is a folder `step_00000012` that holds Orbax's arrays, `meta.json`, and `manifest.json`, which lists every
+file with its size. It is written under another name and renamed when complete, and older ones are removed only
+then. Not here: Hugging Face folders (export.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwise.errors import CheckpointError
+from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.padding import Padding
+from shardwise.partition.plan import Plan, named_sharding
+from shardwise.partition.rules import Spec
+from shardwise.steps.train import TrainState
+
+_NAME = re.compile(r"step_(\d{8,})")
+_MANIFEST, _META, _ARRAYS = "manifest.json", "meta.json", "arrays"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+    """What `save` was given, and the mesh it ran on."""
+
+
+def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any], keep_last: int) -> Path:
+    """Write a checkpoint and then remove all but the newest `keep_last`.
+
+    Args:
+        meta: whatever the caller wants back, as JSON; `step` and `mesh` are added.
+
+    Raises:
+        CheckpointError: the disk refuses; the older checkpoints are untouched and nothing half-written is left.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = Path(folder).expanduser().absolute()
+    step = int(state.step)
+    final = folder / f"step_{step:08d}"
+    partial = folder / f".{final.name}.partial"
+    first = jax.process_index() == 0
+    try:
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        _barrier("checkpoint folder")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+            writer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(_named(state)))
+        if first:
+            described = {**meta, "step": step, "mesh": str(plan.mesh)}
+            (partial / _META).write_text(json.dumps(described, indent=1))
+            files = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
+            (partial / _MANIFEST).write_text(json.dumps(files))
+            if final.exists():  # the same step, from before a crash or of a run that was resumed earlier
+                shutil.rmtree(final)
+            partial.rename(final)
+            for old in _complete(folder)[keep_last:]:
+                shutil.rmtree(old.path, ignore_errors=True)
+        _barrier("checkpoint written")
+    except (OSError, ValueError) as error:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint of step {step} could not be written to {folder}: {error}; older checkpoints are untouched"
+        ) from error
+    return final
+
+
+def find_newest(folder: str | Path, report: Callable[[str], None]) -> Found:
+    """The newest complete checkpoint below `folder`.
+
+    Args:
+        report: told of every broken one that is passed over, and why.
+
+    Raises:
+        CheckpointError: there is no complete one.
+    """
+    folder = Path(folder).expanduser().absolute()
+    candidates = _numbered(folder)
+    for path in candidates:
+        problem = _problem(path)
+        if problem is None:
+            return _found(path)
+        report(f"skipped checkpoint {path.name}: {problem}")
+    what = "no complete checkpoint" if candidates else "no checkpoint"
+    raise CheckpointError(f"{what} in {folder}; leave --resume out to start anew")
+
+
+def open_exactly(path: str | Path) -> Found:
+    """One named checkpoint; CheckpointError if it is missing or broken."""
+    path = Path(path).expanduser().absolute()
+    problem = _problem(path)
+    if problem:
+        raise CheckpointError(f"checkpoint {path} is broken: {problem}")
+    return _found(path)
+
+
+def restore(found: Found, plan: Plan, mesh: jax.sharding.Mesh, wanted: TrainState) -> TrainState:
+    """Read a checkpoint onto any mesh.
+
+    Args:
+        found: a complete checkpoint of the same model.
+        wanted: shapes, dtypes and shardings of the state (abstract_state).
+
+    Returns:
+        The state, with the cut and padding of `plan`, whatever those of the run that saved it were.
+    """
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler()
+    names = _named(wanted)
+    with ocp.Checkpointer(handler) as reader:
+        stored = reader.metadata(found.path / _ARRAYS).item_metadata.tree
+        if set(stored) != set(names):
+            odd = sorted(set(stored) ^ set(names))
+            raise CheckpointError(
+                f"checkpoint {found.path} holds another training state: {', '.join(odd[:5])}"
+                f"{' …' if len(odd) > 5 else ''} differ; the optimizer and the model must be those of the saved run"
+            )
+        shapes = {
+            name: jax.ShapeDtypeStruct(
+                stored[name].shape, want.dtype, sharding=_reading(mesh, want, tuple(stored[name].shape))
+            )
+            for name, want in names.items()
+        }
+        arguments = ocp.args.PyTreeRestore(
+            shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)
+        )
+        arrays = reader.restore(found.path / _ARRAYS, args=arguments)
+    old_padding = Padding.choose(plan.config, MeshSpec.parse(found.meta["mesh"]).tp)
+    owners = _owners(wanted, plan)
+    for name, want in names.items():
+        if arrays[name].shape != want.shape or owners[name] and old_padding != plan.padding:
+            arrays[name] = _repad(plan, old_padding, owners[name], arrays.pop(name), want)
+    return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in names])
+
+
+def _repad(plan: Plan, old: Padding, owner: str | None, array: jax.Array, want: jax.ShapeDtypeStruct) -> jax.Array:
+    assert owner is not None, "only arrays that follow a parameter have padding"
+    decision = plan[owner]
+
+    def convert(array: jax.Array) -> jax.Array:
+        return plan.padding.pad(old.trim(array, decision.axes), decision.axes, decision.shape)
+
+    return jax.jit(convert, out_shardings=want.sharding)(array)
+
+
+def _reading(mesh: jax.sharding.Mesh, want: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+    """A sharding for an array as stored: the wanted one, or, for another padding, whatever divides it."""
+    if shape == want.shape:
+        return want.sharding
+    axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+    total = int(np.prod([mesh.shape[name] for name in axes]))
+    spec: Spec = ((),) * len(shape)
+    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+        if shape[dim] % total == 0:
+            spec = tuple(axes if d == dim else () for d in range(len(shape)))
+            break
+    return named_sharding(mesh, spec)
+
+
+def _named(state: TrainState) -> dict[str, Any]:
+    """Leaves of the state under flat names that no path separator splits."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
+
+
+def _owners(state: TrainState, plan: Plan) -> dict[str, str | None]:
+    """Name of each leaf → path of the parameter that it follows."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    keys = {
+        _name(path): next((k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in plan), None)
+        for path, _ in leaves
+    }
+    return keys
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Checkpoint folders, newest first, complete or not."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: -_step(p))
+
+
+def _complete(folder: Path) -> list[Found]:
+    return [_found(path) for path in _numbered(folder) if _problem(path) is None]
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def _problem(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None."""
+    if not path.is_dir():
+        return "no such folder"
+    try:
+        files = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"{_MANIFEST} is missing or broken, so it was never completed"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _found(path: Path) -> Found:
+    meta = json.loads((path / _META).read_text())
+    return Found(path, int(meta["step"]), meta)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,134 @@
+"""Perplexity of a model on a text: every token scored once, in windows that fit the model.
+
+Not here: benchmarks by task (later in this folder).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardwise.evaluation.windows import batch_windows, rolling_windows
+from shardwise.partition.padding import round_up
+from shardwise.partition.plan import Plan
+from shardwise.partition.rows import local_rows, put_rows
+from shardwise.steps.build import build_step
+from shardwise.steps.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.cli.eval import EvalOptions
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What was measured."""
+
+    nll: float
+    """Mean negative log-likelihood of a token, in nats."""
+    tokens: int
+    """Tokens scored."""
+    accuracy: float
+    """Part of the tokens that were the model's first choice."""
+    windows: int
+    """Windows computed."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+    def __str__(self) -> str:
+        return f"nll {self.nll:.4f}  perplexity {self.perplexity:.3f}  on {self.tokens:,} tokens"
+
+
+def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """Ids of each text without BOS or EOS; what looks like a control token in it is spelled out."""
+    from shardwise.data.tokens import encode_plain
+
+    return [np.asarray(ids, np.int32) for ids in encode_plain(tokenizer, texts)]
+
+
+def measure(
+    plan: Plan,
+    mesh: jax.sharding.Mesh,
+    params: Any,
+    texts: Sequence[np.ndarray],
+    *,
+    prefix_token: int,
+    length: int,
+    batch: int,
+    compute_dtype: str,
+    param_dtype: str,
+    context: int = 1,
+) -> Perplexity:
+    """Score texts, each on its own.
+
+    Args:
+        params: stacked or one array per layer.
+        texts: int32 ids of each, without BOS.
+        prefix_token: stands in front of each text, so that its first token is scored too.
+        length: tokens in a window, at most the model's context.
+        batch: windows computed at a time; does not change the result.
+        context: see rolling_windows.
+
+    The sum is taken in float64 on the host, in the order of the texts.
+    """
+    windows = [w for text in texts for w in rolling_windows(text, prefix_token, length, context)]
+    batch = round_up(min(batch, len(windows)), plan.batch_multiple())
+    step = build_step(
+        plan,
+        Workload("score", batch, length, compute_dtype=compute_dtype, param_dtype=param_dtype),
+        tuple(mesh.devices.flat),
+    )
+    rows = local_rows(plan, mesh, batch)
+    total, right, tokens = 0.0, 0, 0
+    for arrays in batch_windows(windows, batch, length):
+        mine = {name: array[rows] for name, array in arrays.items()}
+        out = step(params, put_rows(plan, mesh, mine, rows, batch))
+        scored = arrays["weights"] > 0
+        total += float(np.asarray(out["nll"].addressable_data(0))[scored].sum(dtype=np.float64))
+        right += int(np.asarray(out["right"].addressable_data(0))[scored].sum())
+        tokens += int(scored.sum())
+    return Perplexity(total / max(tokens, 1), tokens, right / max(tokens, 1), len(windows))
+
+
+def run(options: EvalOptions) -> int:
+    """`shardwise eval`; returns the exit code."""
+    from shardwise.api import load
+    from shardwise.data.text import read_documents
+    from shardwise.errors import ConfigError, DataError
+
+    texts = read_documents([options.perplexity]).documents
+    model = load(
+        options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override,
+        stacked=True,
+    )  # fmt: skip
+    tokenizer, config = model.tokenizer, model.config
+    length = min(options.length, config.max_position)
+    if length < options.length:
+        print(f"--length {options.length} is above the model's context: windows of {length} tokens")
+    if options.context > length:
+        raise ConfigError(f"--context {options.context} is above the model's context of {length}")
+    default = "" if options.mesh else " (default: all tp)"
+    print(f"mesh {model.plan.mesh}{default}", flush=True)
+    ids = tokenize_texts(tokenizer, texts)
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if prefix is None:
+        raise DataError("the tokenizer has neither BOS nor EOS to stand in front of the first token; set one")
+    start = time.perf_counter()
+    result = measure(
+        model.plan, model.mesh, model.params, ids, prefix_token=prefix, length=length, batch=options.batch,
+        compute_dtype=options.compute_dtype, param_dtype=model.param_dtype, context=options.context,
+    )  # fmt: skip
+    if not result.tokens:
+        raise DataError(f"{options.perplexity} has no token to score")
+    seconds = time.perf_counter() - start
+    print(f"{options.perplexity}: {result}  ({result.windows} windows of {length}, {seconds:.1f} s)")
+    print(f"first choice right: {result.accuracy:.1%}")
+    return 0

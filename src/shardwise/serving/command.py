@@ -1,0 +1,101 @@
+"""`shardwise generate`: prompts in, text out, as it is made for a single prompt.
+
+Not here: the generation itself (generate.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.api import Model
+    from shardwise.cli.generate import GenerateOptions
+
+
+def run(options: GenerateOptions) -> int:
+    """Generate; returns the exit code."""
+    import sys
+
+    import jax
+
+    from shardwise.api import load
+    from shardwise.serving.generate import Sampling, stream
+
+    model = load(
+        options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override
+    )  # fmt: skip
+    quiet = jax.process_index() != 0
+    if not quiet:
+        print(f"mesh {model.plan.mesh}{'' if options.mesh else ' (default: all tp)'}", file=sys.stderr)
+    prompts = [encode_prompt(model.tokenizer, text, options.chat) for text in options.prompt]
+    stops = stop_ids(model, options.stop_token)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    rows: list[list[int]] = [[] for _ in prompts]
+    start, first, shown = time.perf_counter(), 0.0, ""
+    for ids in stream(model, prompts, options.max_new_tokens, sampling, stops):
+        first = first or time.perf_counter()
+        for row, token in ids:
+            rows[row].append(token)
+        if len(rows) == 1 and not quiet:
+            text = model.tokenizer.decode([t for t in rows[0] if t not in stops])
+            if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+    if quiet:
+        return 0
+    texts = [model.tokenizer.decode([t for t in row if t not in stops]) for row in rows]
+    if len(rows) == 1:
+        print(texts[0][len(shown) :], flush=True)
+    else:
+        for number, text in enumerate(texts):
+            print(f"--- {number + 1}: {options.prompt[number]}\n{text}")
+    made, end = sum(map(len, rows)), time.perf_counter()
+    later = (made - len(rows)) / (end - first) if end > first and made > len(rows) else 0.0
+    print(
+        f"[{made} tokens; first after {first - start:.1f} s with compilation, then {later:.1f} tokens/s]", file=sys.stderr
+    )
+    return 0
+
+
+def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Ids of a prompt: raw text as the tokenizer gives it, or one user message in the model's chat template."""
+    if chat:
+        if not tokenizer.chat_template:
+            raise ConfigError("--chat: this model has no chat template; leave --chat out")
+        message = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer(text)["input_ids"]
+        if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]  # some tokenizers end every text, which would end the answer before it begins
+    if not ids:
+        bos = tokenizer.bos_token_id
+        if bos is None:
+            raise ConfigError("the prompt is empty and the tokenizer has no BOS token to start from; give some text")
+        ids = [bos]
+    return list(ids)
+
+
+def stop_ids(model: Model, extra: tuple[str, ...] = ()) -> set[int]:
+    """Ids that end a generation: every EOS that tokenizer, generation config or config name, and `extra` tokens."""
+    source, found = model.checkpoint, set()
+    for config in (source.generation_config or {}, source.hf_config):
+        value = config.get("eos_token_id")
+        found |= set(value if isinstance(value, list) else [] if value is None else [value])
+    if model.tokenizer.eos_token_id is not None:
+        found.add(model.tokenizer.eos_token_id)
+    vocabulary = model.tokenizer.get_vocab()
+    for token in extra:
+        if token not in vocabulary:
+            ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ConfigError(f"--stop-token {token!r} is {len(ids)} tokens for this model; give a single token")
+            found.add(ids[0])
+        else:
+            found.add(vocabulary[token])
+    if any(not 0 <= i < model.config.vocab_size for i in found):
+        raise CheckpointError(f"eos ids {sorted(found)} go beyond the vocabulary of {model.config.vocab_size}")
+    return found

@@ -1,0 +1,1 @@
+"""The training loop, its jobs (pretrain, finetune) and its measurements."""

@@ -1,0 +1,242 @@
+"""pretrain and finetune: from options to a trained, exported model. One loop serves both.
+
+Read `_run` first: it is the whole story. Not here: the step (steps/train.py) and the options (cli/).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardwise.api import Model, open_model, plan, resolve_mesh
+from shardwise.checkpoints import native
+from shardwise.checkpoints.load import load_params
+from shardwise.checkpoints.reader import Checkpoint
+from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
+from shardwise.data.loader import BatchLoader, num_steps_for
+from shardwise.data.packing import PackedDataset
+from shardwise.data.text import read_documents
+from shardwise.data.tokens import tokenize_documents
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.evaluation.perplexity import Perplexity, measure, tokenize_texts
+from shardwise.families import config_from_hf
+from shardwise.models.flops import parameter_count, train_flops_per_token
+from shardwise.partition.rows import local_rows, put_rows
+from shardwise.runtime.peak import peak_flops
+from shardwise.steps.build import Step, build_step
+from shardwise.steps.optimizer import OptimizerConfig
+from shardwise.steps.train import TrainState, abstract_state, fresh_state, start_state
+from shardwise.steps.workload import Workload
+from shardwise.training.metrics import Reporter
+
+if TYPE_CHECKING:
+    from shardwise.cli.finetune import FinetuneOptions
+    from shardwise.cli.options import TrainingOptions
+    from shardwise.cli.pretrain import PretrainOptions
+
+
+def finetune(options: FinetuneOptions) -> int:
+    """Train a model from its checkpoint; returns the exit code."""
+    source = open_model(options.model)
+    if source.reader is None:
+        raise CheckpointError(
+            f"{options.model} has no weights to fine-tune; give a folder or .gguf file, or use `shardwise pretrain`"
+        )
+    return _run(options, source, source, fresh=False)
+
+
+def pretrain(options: PretrainOptions) -> int:
+    """Train a newly drawn model; returns the exit code."""
+    return _run(options, open_model(options.model), open_model(options.tokenizer), fresh=True)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The rows to train on and the texts to measure on."""
+
+    rows: PackedDataset
+    fingerprint: str
+    held_out: list[np.ndarray]
+    prefix: int
+
+
+def _run(options: TrainingOptions, source: Checkpoint, tokenizer_source: Checkpoint, fresh: bool) -> int:
+    quiet = jax.process_index() != 0
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)
+
+    # The plan comes first: everything after it follows it.
+    config = config_from_hf(source.hf_config)
+    mesh_spec = resolve_mesh(options.mesh, "train")
+    the_plan = plan(config, mesh_spec, overrides=options.override)
+    say(f"mesh {mesh_spec}" + ("" if options.mesh else " (default for training: all fsdp)"))
+    say(f"{options.model}: {parameter_count(the_plan):,} parameters, {options.param_dtype} held,"
+        f" {options.compute_dtype} compute")  # fmt: skip
+
+    # Data next, since mistakes in it are the user's commonest, and reading weights takes longest.
+    if options.length > config.max_position:
+        raise ConfigError(f"--length is {options.length}, more than the model's context of {config.max_position}")
+    tokenizer = load_tokenizer(tokenizer_source)
+    check_tokenizer_fits(tokenizer, config.vocab_size)
+    data = _read_data(options, tokenizer, config.vocab_size, say)
+    steps = options.steps or num_steps_for(data.rows, options.global_batch)
+    workload = Workload(
+        "train", options.global_batch, options.length, compute_dtype=options.compute_dtype,
+        param_dtype=options.param_dtype, remat=options.remat, grad_accum_steps=options.grad_accum_steps,
+        z_loss=options.z_loss, optimizer=_optimizer(options, steps),
+    )  # fmt: skip
+    step = build_step(the_plan, workload)
+
+    # The state: from a checkpoint of this run, from the model's weights, or drawn.
+    state = _start(options, source, step, data, fresh, say)
+    done = int(state.step)
+    if done >= steps:
+        raise ConfigError(f"the checkpoint is at step {done} already, of {steps}; raise --steps or --epochs")
+    state = _loop(options, step, state, data, done, steps, quiet)
+
+    # The end: held-out loss, then the folder that other tools read.
+    model = Model(tokenizer_source, the_plan, step.mesh, state.params, options.compute_dtype)
+    _export(options, model, source, tokenizer)
+    say(f"wrote {options.out}")
+    return 0
+
+
+def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: Any) -> _Data:
+    def read(paths: tuple[str, ...]) -> list[str]:
+        result = read_documents(paths, text_field=options.text_field, on_bad_line=options.on_bad_line)
+        if result.skipped:
+            where = ", ".join(f"{line.file}:{line.line}" for line in result.skipped[:5])
+            say(f"{len(result.skipped)} lines skipped: {where}{' …' if len(result.skipped) > 5 else ''}")
+        return result.documents
+
+    store = tokenize_documents(tokenizer, read(options.data), vocab_size=vocab_size)
+    rows = PackedDataset(store, options.length, seed=options.seed, epochs=options.epochs)
+    say(f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {rows.rows_per_epoch:,} rows an epoch")
+    held_out: list[np.ndarray] = []
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if options.eval_data:
+        held_out = tokenize_texts(tokenizer, read((options.eval_data,)))
+    return _Data(rows, store.fingerprint, held_out, prefix)
+
+
+def _optimizer(options: TrainingOptions, steps: int) -> OptimizerConfig:
+    return OptimizerConfig(
+        learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, total_steps=steps,
+        lr_end_ratio=options.lr_end_ratio, weight_decay=options.weight_decay, beta1=options.beta1,
+        beta2=options.beta2, adam_eps=options.adam_eps, max_grad_norm=options.max_grad_norm,
+    )  # fmt: skip
+
+
+def _start(options: TrainingOptions, source: Checkpoint, step: Step, data: _Data, fresh: bool, say: Any) -> TrainState:
+    the_plan, mesh, workload = step.plan, step.mesh, step.workload
+    if options.resume:
+        found = native.find_newest(options.checkpoint_dir, say)
+        _check_same_run(found, _identity(options, step, data))
+        say(f"resuming from {found.path} (step {found.step}, saved on mesh {found.meta['mesh']})")
+        return native.restore(found, the_plan, mesh, abstract_state(the_plan, mesh, workload))
+    if fresh:
+        return fresh_state(the_plan, mesh, workload, options.seed)
+    params = load_params(source, the_plan, mesh, options.param_dtype, stacked=True)
+    return start_state(the_plan, mesh, workload, params)
+
+
+def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, Any]:
+    """What must be the same for a resumed run to go on exactly where it stopped."""
+    return {
+        "model": asdict(step.plan.config),
+        "data_fingerprint": data.fingerprint,
+        "length": options.length,
+        "global_batch": options.global_batch,
+        "seed": options.seed,
+        "optimizer": asdict(step.workload.optimizer),
+        "param_dtype": options.param_dtype,
+    }
+
+
+def _check_same_run(found: native.Found, now: dict[str, Any]) -> None:
+    flags = {"data_fingerprint": "--data"}
+    for key, value in now.items():
+        saved = found.meta.get(key)
+        if saved == value:
+            continue
+        if isinstance(value, dict):
+            odd = [name for name in value if (saved or {}).get(name) != value[name]]
+            detail = ", ".join(f"{name} was {(saved or {}).get(name)!r}, is {value[name]!r}" for name in odd)
+        else:
+            detail = f"was {saved!r}, is {value!r}"
+        raise CheckpointError(
+            f"--resume: {found.path} is of another run: {flags.get(key, key)}: {detail}; use the saved run's options,"
+            " or another --checkpoint-dir"
+        )
+
+
+def _loop(
+    options: TrainingOptions, step: Step, state: TrainState, data: _Data, done: int, steps: int, quiet: bool
+) -> TrainState:
+    the_plan, mesh, batch = step.plan, step.mesh, options.global_batch
+    rows = local_rows(the_plan, mesh, batch)
+    loader = BatchLoader(data.rows, global_batch=batch, rows=rows, start_step=done, num_steps=steps)
+    peak, convention = peak_flops(options.compute_dtype)
+    flops = train_flops_per_token(the_plan, options.length)
+    identity = _identity(options, step, data)
+    with Reporter(steps, done, options.metrics, flops, peak, quiet) as reporter:
+        reporter.say(f"MFU: 6 FLOPs a matmul parameter and token + causal attention, over {peak / 1e9:,.0f} GFLOP/s ({convention})")
+
+        def evaluate(number: int, params: Any) -> None:
+            result = _held_out(options, step, params, data)
+            reporter.write({"step": number, "eval_nll": result.nll, "eval_perplexity": result.perplexity,
+                            "eval_tokens": result.tokens})  # fmt: skip
+            reporter.say(f"step {number}  held-out {result}")
+
+        if data.held_out and done == 0:
+            evaluate(0, state.params)
+            reporter.restart_clock()
+        since = 0
+        for number, arrays in enumerate(loader, start=done + 1):
+            state, metrics = step(state, put_rows(the_plan, mesh, arrays, rows, batch))
+            since += 1
+            if number % options.log_every == 0 or number == steps:
+                host = {name: float(value.addressable_data(0)) for name, value in metrics.items()}
+                if not math.isfinite(host["loss"]) or not math.isfinite(host["grad_norm"]):
+                    raise ShardwiseError(
+                        f"step {number}: loss is {host['loss']}, gradient norm {host['grad_norm']}; lower"
+                        " --learning-rate, raise --warmup-steps, or resume from an earlier checkpoint"
+                    )
+                reporter.step(number, host, since * batch * options.length, since)
+                since = 0
+            last = number == steps
+            pause = False
+            if options.checkpoint_dir and (last or number % (options.checkpoint_every or steps) == 0):
+                native.save(options.checkpoint_dir, state, the_plan, identity, options.keep_last)
+                pause = True
+            if data.held_out and (last or number % (options.eval_every or steps) == 0):
+                evaluate(number, state.params)
+                pause = True
+            if pause:
+                reporter.restart_clock()
+    return state
+
+
+def _held_out(options: TrainingOptions, step: Step, params: Any, data: _Data) -> Perplexity:
+    return measure(
+        step.plan, step.mesh, params, data.held_out, prefix_token=data.prefix, length=options.length,
+        batch=options.global_batch, compute_dtype=options.compute_dtype, param_dtype=options.param_dtype,
+    )  # fmt: skip
+
+
+def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenizer: Any) -> None:
+    from shardwise.checkpoints.export import export
+
+    if Path(options.out).exists():
+        raise CheckpointError(f"--out {options.out} has come to exist meanwhile; the training state is in --checkpoint-dir")
+    export(
+        options.out, model.plan, model.mesh, model.params, hf_config=source.hf_config, tokenizer=tokenizer,
+        generation_config=source.generation_config or model.checkpoint.generation_config,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Parity with transformers: stored logits (run everywhere), live comparisons (where torch is installed)."""
