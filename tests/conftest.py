@@ -6,10 +6,20 @@ Not here: fixtures of one subject; those stand in that subject's folder.
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 # Tests use local files only; a hub look-up would be a bug, and slow where there is no network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Tests compile far more than they compute: without LLVM's optimisations and XLA's fusion emitters a training step on
+# a mesh of four compiles ten times as fast. Partitioning and numbers (but for rounding) are the same. Set
+# SHARDWISE_TEST_OPTIMIZED=1 to test what users run.
+if not os.environ.get("SHARDWISE_TEST_OPTIMIZED"):
+    quick = ["backend_optimization_level=0", "llvm_disable_expensive_passes=true"]
+    if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and XLA ends on such
+        quick.append("cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *(f"--xla_{flag}" for flag in quick)])
 
 from hypothesis import settings
 

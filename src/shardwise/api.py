@@ -18,7 +18,7 @@ from shardwise.checkpoints.export import export
 from shardwise.checkpoints.load import load_params
 from shardwise.checkpoints.reader import Checkpoint, open_checkpoint
 from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
-from shardwise.errors import CheckpointError, ConfigError, ContextError
+from shardwise.errors import CheckpointError, ConfigError, ContextError, MeshError
 from shardwise.families import config_from_hf
 from shardwise.families.presets import PRESETS, preset
 from shardwise.models.cache import KVCache, cache_shape
@@ -59,8 +59,12 @@ def open_model(model: str | Path) -> Checkpoint:
 def resolve_mesh(mesh: str | MeshSpec | None, task: str, devices: Sequence[Any] | None = None) -> MeshSpec:
     """A mesh with all sizes known, for the devices that there are; None takes default_mesh(task)."""
     found = tuple(jax.devices() if devices is None else devices)
-    spec = default_mesh(task) if mesh is None else mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
-    return spec.resolve(len(found), found[0].platform)
+    kind = found[0].platform
+    try:
+        spec = default_mesh(task) if mesh is None else mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
+    except MeshError as error:
+        raise MeshError(f"{error}; there are {len(found)} {kind} device{'s' if len(found) > 1 else ''}") from None
+    return spec.resolve(len(found), kind)
 
 
 def plan(
@@ -176,7 +180,8 @@ class Model:
         filled = self._fill(tokens)
         batch = filled.shape[0]
         cache = self.empty_cache(batch, length)
-        out = np.full((rows, length, self.config.vocab_size), np.nan, np.dtype(self.compute_dtype))
+        kind = np.float64 if self.compute_dtype == "float64" else np.float32
+        out = np.full((rows, length, self.config.vocab_size), np.nan, kind)
         first = self.step("prefill", batch, prefill, capacity=length, choose="logits")
         later = self.step("decode", batch, 1, capacity=length, choose="logits")
         for start, stop in [(0, prefill), *((at, at + 1) for at in range(prefill, length))]:

@@ -75,7 +75,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
         Parameter path → tensor name.
 
     Raises:
-        CheckpointError: names every missing, unexpected and wrongly shaped tensor.
+        CheckpointError: names every missing, unexpected and wrongly shaped tensor, and those that are no floats.
     """
     family, sizes = get_family(config.family), config.sizes()
     have = reader.tensors()
@@ -90,13 +90,22 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
     extra = [name for name in have if name not in wanted and not ignored.fullmatch(name)]
     if config.tie_embeddings and "lm_head.weight" in extra and _same(reader, "lm_head.weight", _table(names)):
         extra.remove("lm_head.weight")  # a copy of the tied table, as some tools write it
+    numbers = [
+        f"{name} is {have[name].dtype}"
+        for name in wanted
+        if name in have and not jax.numpy.issubdtype(have[name].dtype, jax.numpy.floating)
+    ]
     wrong = [
         f"{name} is {list(have[name].shape)}, should be {list(shape)}"
         for name, shape in wanted.items()
         if name in have and tuple(have[name].shape) != shape
     ]
     problems = []
-    for kind, found in (("missing", missing), ("unexpected", extra), ("of the wrong shape", wrong)):
+    kinds = {
+        "missing": missing, "unexpected": extra, "of the wrong shape": wrong,
+        "of a dtype that weights cannot have (quantised?)": numbers,
+    }  # fmt: skip
+    for kind, found in kinds.items():
         if found:
             problems.append(f"{len(found)} {kind}: {', '.join(found)}")
     if problems:
@@ -164,7 +173,7 @@ def _fill(plan: Plan, axes: Sequence[str], out: np.ndarray, ranges, source: _Sou
         ({}, {})
     ]  # true ranges, offsets in `out`
     for axis, (start, stop) in zip(axes, ranges, strict=True):
-        if axis == "heads":
+        if axis == "heads" and plan.padding.heads.repeat > 1:  # else a slot is a kv head, and one block takes all
             at = list(axes).index("q_per_kv")
             blocks = [_query_block(*run, start, ranges[at]) for run in plan.padding.heads.runs(start, stop)]
             blocks = [block for block in blocks if block[0]["q_per_kv"][0] < block[0]["q_per_kv"][1]]

@@ -27,6 +27,7 @@ from shardwise.steps.train import TrainState
 
 _NAME = re.compile(r"step_(\d{8,})")
 _MANIFEST, _META, _ARRAYS = "manifest.json", "meta.json", "arrays"
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Found:
 
 
 def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any], keep_last: int) -> Path:
-    """Write a checkpoint and then remove all but the newest `keep_last`.
+    """Write a checkpoint, then remove older ones so that `keep_last` are left with it.
 
     Args:
         meta: whatever the caller wants back, as JSON; `step` and `mesh` are added.
@@ -53,29 +54,38 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
     folder = Path(folder).expanduser().absolute()
     step = int(state.step)
     final = folder / f"step_{step:08d}"
-    partial = folder / f".{final.name}.partial"
-    first = jax.process_index() == 0
-    try:
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-        _barrier("checkpoint folder")
+    partial = folder / f".{final.name}{_PARTIAL}"
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in _partials(folder):  # of runs that were killed while they saved
+            shutil.rmtree(leftover)
+        partial.mkdir()
+
+    def complete() -> None:
+        described = {**meta, "step": step, "mesh": str(plan.mesh)}
+        (partial / _META).write_text(json.dumps(described, indent=1))
+        files = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
+        (partial / _MANIFEST).write_text(json.dumps(files))
+        replaced = folder / f".{final.name}.replaced{_PARTIAL}"
+        if final.exists():  # a broken one, from before the run was resumed from an earlier step
+            final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        older = [found for found in _complete(folder) if found.step < step]
+        for old in older[keep_last - 1 :]:
+            shutil.rmtree(old.path, ignore_errors=True)
+
+    def write() -> None:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
             writer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(_named(state)))
-        if first:
-            described = {**meta, "step": step, "mesh": str(plan.mesh)}
-            (partial / _META).write_text(json.dumps(described, indent=1))
-            files = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
-            (partial / _MANIFEST).write_text(json.dumps(files))
-            if final.exists():  # the same step, from before a crash or of a run that was resumed earlier
-                shutil.rmtree(final)
-            partial.rename(final)
-            for old in _complete(folder)[keep_last:]:
-                shutil.rmtree(old.path, ignore_errors=True)
-        _barrier("checkpoint written")
+
+    try:
+        _on_first(prepare)
+        write()
+        _on_first(complete)
     except (OSError, ValueError) as error:
-        if first:
+        if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint of step {step} could not be written to {folder}: {error}; older checkpoints are untouched"
@@ -93,7 +103,7 @@ def find_newest(folder: str | Path, report: Callable[[str], None]) -> Found:
         CheckpointError: there is no complete one.
     """
     folder = Path(folder).expanduser().absolute()
-    candidates = _numbered(folder)
+    candidates = sorted([*_numbered(folder), *_partials(folder)], key=_step, reverse=True)
     for path in candidates:
         problem = _problem(path)
         if problem is None:
@@ -200,7 +210,12 @@ def _numbered(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, complete or not."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: -_step(p))
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_step, reverse=True)
+
+
+def _partials(folder: Path) -> list[Path]:
+    """What was being written when a process ended."""
+    return sorted(folder.glob(f".step_*{_PARTIAL}"))
 
 
 def _complete(folder: Path) -> list[Found]:
@@ -208,7 +223,7 @@ def _complete(folder: Path) -> list[Found]:
 
 
 def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = _NAME.search(path.name)
     return int(match.group(1)) if match else -1
 
 
@@ -216,9 +231,13 @@ def _problem(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None."""
     if not path.is_dir():
         return "no such folder"
+    if path.name.endswith(_PARTIAL):
+        return "it was never completed"
     try:
         files = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):
+        files = None
+    if not isinstance(files, dict) or _META not in files:
         return f"{_MANIFEST} is missing or broken, so it was never completed"
     for name, size in files.items():
         file = path / name
@@ -234,8 +253,19 @@ def _found(path: Path) -> Found:
     return Found(path, int(meta["step"]), meta)
 
 
-def _barrier(name: str) -> None:
+def _on_first(work: Callable[[], None]) -> None:
+    """Run `work` on process 0 while the others wait; where it fails, all raise, so that none waits for ever."""
+    problem: OSError | None = None
+    if jax.process_index() == 0:
+        try:
+            work()
+        except OSError as error:
+            problem = error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(name)
+        failed = multihost_utils.broadcast_one_to_all(np.asarray(problem is not None))
+        if failed and problem is None:
+            problem = OSError("process 0 could not write it and says why")
+    if problem is not None:
+        raise problem

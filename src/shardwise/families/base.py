@@ -52,6 +52,11 @@ def require(hf: Mapping[str, Any], key: str, kind: type = int) -> Any:
     return value
 
 
+def optional(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of `key` with the default's type checked, or the default where the key is absent or null."""
+    return default if hf.get(key) is None else require(hf, key, type(default))
+
+
 def refuse_unsupported(hf: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], family: str) -> None:
     """Refuse keys that change the mathematics in a way this family does not implement.
 
@@ -70,11 +75,10 @@ def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     """Rotary settings from either spelling: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
     parameters = hf.get("rope_parameters") or {}
     scaling = {**(hf.get("rope_scaling") or {}), **parameters}
-    theta = scaling.get("rope_theta", hf.get("rope_theta", 10000.0))
-    if parameters and "rope_theta" in hf and float(hf["rope_theta"]) != float(theta):
-        raise ConfigError(
-            f"config.json: rope_theta {hf['rope_theta']} and rope_parameters.rope_theta {theta} disagree; keep one"
-        )
+    outer = optional(hf, "rope_theta", 10000.0)
+    theta = optional(scaling, "rope_theta", outer)
+    if parameters and hf.get("rope_theta") is not None and outer != theta:
+        raise ConfigError(f"config.json: rope_theta {outer} and rope_parameters.rope_theta {theta} disagree; keep one")
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
     known = {"rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"}
     unknown = set(scaling) - known - {"original_max_position_embeddings"}
@@ -82,21 +86,20 @@ def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
         raise ConfigError(f"config.json: rotary keys {sorted(unknown)} are not supported for rope type {kind!r}")
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
-    if float(theta) <= 0:
+    if theta <= 0:
         raise ConfigError(f"config.json: rope_theta is {theta}; it must be above 0")
     if kind == "default":
-        return RopeConfig(theta=float(theta))
-    factor = float(require(scaling, "factor", float))
+        return RopeConfig(theta=theta)
+    factor = require(scaling, "factor", float)
+    if factor <= 0:
+        raise ConfigError(f"config.json: the rotary factor is {factor}; it must be above 0")
     if kind == "linear":
-        return RopeConfig(kind="linear", theta=float(theta), factor=factor)
-    return RopeConfig(
-        kind="llama3",
-        theta=float(theta),
-        factor=factor,
-        low_freq_factor=float(require(scaling, "low_freq_factor", float)),
-        high_freq_factor=float(require(scaling, "high_freq_factor", float)),
-        original_max_position=int(scaling.get("original_max_position_embeddings", max_position)),
-    )
+        return RopeConfig(kind="linear", theta=theta, factor=factor)
+    low, high = require(scaling, "low_freq_factor", float), require(scaling, "high_freq_factor", float)
+    if not 0 < low < high:
+        raise ConfigError(f"config.json: low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
+    original = optional(scaling, "original_max_position_embeddings", max_position)
+    return RopeConfig("llama3", theta, factor, low, high, original)
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

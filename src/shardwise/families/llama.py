@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.families.base import Family, TensorName, refuse_unsupported, require, rope_from_hf, rope_to_hf
+from shardwise.families.base import (
+    Family,
+    TensorName,
+    optional,
+    refuse_unsupported,
+    require,
+    rope_from_hf,
+    rope_to_hf,
+)
 from shardwise.models.config import ModelConfig
 
 # Keys that other readers of this model type honour and that we would compute wrongly if we passed over them.
@@ -27,7 +35,7 @@ _NEUTRAL = {
 def _tied(hf: Mapping[str, Any]) -> bool:
     """Whether the head is the embedding table; composite configs say it inside `text_config` only."""
     inner = hf.get("text_config") or {}
-    return bool(hf.get("tie_word_embeddings", inner.get("tie_word_embeddings", False)))
+    return optional(hf, "tie_word_embeddings", optional(inner, "tie_word_embeddings", False))
 
 
 def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -40,8 +48,8 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(f"config.json: hidden_size {embed_dim} is no multiple of num_attention_heads {heads}")
         head_dim = embed_dim // heads
     kv_heads = hf.get("num_key_value_heads")
-    max_position = int(hf.get("max_position_embeddings") or 2048)
-    bias = bool(hf.get("attention_bias", False))
+    max_position = optional(hf, "max_position_embeddings", 2048)
+    bias = optional(hf, "attention_bias", False)
     return ModelConfig(
         vocab_size=require(hf, "vocab_size"),
         embed_dim=embed_dim,
@@ -51,18 +59,23 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         mlp_dim=require(hf, "intermediate_size"),
         max_position=max_position,
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=optional(hf, "rms_norm_eps", 1e-6),
         rope=rope_from_hf(hf, max_position),
         tie_embeddings=_tied(hf),
         qkv_bias=bias,
         attention_out_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-        initializer_range=float(hf.get("initializer_range", 0.02)),
+        mlp_bias=optional(hf, "mlp_bias", False),
+        initializer_range=optional(hf, "initializer_range", 0.02),
         family="llama",
     )
 
 
 def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    if config.activation != "silu" or config.qkv_bias != config.attention_out_bias:
+        raise ConfigError(
+            f"a llama config.json cannot say activation {config.activation!r}, qkv_bias {config.qkv_bias} and"
+            f" attention_out_bias {config.attention_out_bias}: it has silu, and both biases or neither"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -6,6 +6,7 @@ Not here: which tensor goes on which axis (rules.py, plan.py) and how fake devic
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,7 +44,7 @@ class MeshSpec:
         """
         body = text.strip()
         split = body.startswith("!")
-        parts = [part.strip() for part in body.lstrip("!").split(",")]
+        parts = [part.strip() for part in body.removeprefix("!").split(",")]
         if parts == ["auto"]:
             raise MeshError(f"mesh 'auto' needs the planner, which this version does not have; {_FORMS}")
         named = [part.replace("=", ":").split(":") for part in parts]
@@ -60,12 +61,11 @@ class MeshSpec:
                 raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; the axes are dp, fsdp, tp (or mp for tp)")
             if axis in sizes:
                 raise MeshError(f"mesh {text!r} gives axis {axis!r} twice")
-            try:
-                sizes[axis] = int(number)
-            except ValueError:
-                raise MeshError(f"mesh {text!r}: the size of {axis} is {number!r}, not a whole number") from None
+            if not re.fullmatch(r"-?[0-9]+", number):
+                raise MeshError(f"mesh {text!r}: the size of {axis} is {number!r}, not a whole number; {_FORMS}")
+            sizes[axis] = int(number)
             if sizes[axis] < 1 and sizes[axis] != -1:
-                raise MeshError(f"mesh {text!r}: the size of {axis} is {sizes[axis]}; it must be -1 or at least 1")
+                raise MeshError(f"mesh {text!r}: the size of {axis} is {number}; dp, fsdp, tp must be -1 or at least 1")
         if list(sizes.values()).count(-1) > 1:
             raise MeshError(f"mesh {text!r} has more than one -1 (dp, fsdp, tp); only one size can be inferred")
         return cls(**sizes, split_physical=split)
@@ -109,7 +109,9 @@ class MeshSpec:
             product = math.prod(sizes.values())
             need = f"needs {product} device{'s' if product > 1 else ''}"
         nearest = " or ".join(str(mesh) for mesh in _nearest(sizes, num_devices))
-        fake = f"; for fake devices give --devices cpu:{known}" if known != num_devices else ""
+        # With a -1 the most of these devices that it can take. Nobody with too many accelerators wants fake ones.
+        count = max(known, num_devices // known * known) if -1 in self.sizes.values() else known
+        fake = f"; for fake devices give --devices cpu:{count}" if kind == "cpu" or count > num_devices else ""
         raise MeshError(f"mesh {self} {need}, but there are {have}; meshes that fit: {nearest}{fake}")
 
     def __str__(self) -> str:
@@ -139,7 +141,7 @@ def default_mesh(task: str) -> MeshSpec:
 
 
 def build_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The device mesh of a resolved spec, with all axes in Auto mode.
+    """The device mesh of a spec, with all axes in Auto mode.
 
     Args:
         devices: the devices to take, all of them; default `jax.devices()`.
@@ -150,8 +152,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> jax.shar
     import jax
 
     found = tuple(jax.devices() if devices is None else devices)
-    spec.resolve(len(found), found[0].platform)
-    return _build_mesh(spec, found)
+    return _build_mesh(spec.resolve(len(found), found[0].platform), found)
 
 
 @lru_cache(maxsize=32)

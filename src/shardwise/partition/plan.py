@@ -149,29 +149,32 @@ def make_plan(
     rules = rules or Rules()
     overrides = tuple(overrides)
     padding = Padding.choose(config, mesh.tp)
-    used: set[Override] = set()
+    used: set[int] = set()
     decisions = []
     for param in params:
-        override = next((o for o in overrides if o.matches(param.path)), None)
-        if override:
-            used.add(override)
-            decisions.append(_decide_by_override(param, override, mesh, padding))
+        first = next((i for i, override in enumerate(overrides) if override.matches(param.path)), None)
+        if first is not None:
+            used.add(first)
+            decisions.append(_decide_by_override(param, overrides[first], mesh, padding))
         else:
             decisions.append(_decide_by_rules(param, rules, mesh, padding))
-    for override in overrides:
-        if override not in used:
+    for i, override in enumerate(overrides):
+        if i not in used:
             raise ConfigError(_matched_nothing(override, [param.path for param in params]))
     return Plan(config, mesh, rules, padding, tuple(decisions))
 
 
 def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Padding) -> Decision:
-    axes, use_shape = param.axes, padding.use_shape(param.axes)
+    axes = param.axes
     wanted = [rules.mesh_axes(axis) for axis in axes]
+    use_shape = padding.use_shape(axes)
     flat = [axis for mesh_axes in wanted for axis in mesh_axes]
     twice = next((axis for axis in flat if flat.count(axis) > 1), None)
     if twice:
         names = [axis for axis, mesh_axes in zip(axes, wanted, strict=True) if twice in mesh_axes]
         raise ConfigError(f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one")
+    if axes[0] == "layers" and wanted[0]:
+        raise ConfigError(f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim")
     notes = _padding_notes(axes, mesh, padding)
     spec: list[tuple[str, ...]] = []
     shape = list(use_shape)
@@ -244,6 +247,11 @@ def _decide_by_override(param: ParamSpec, override: Override, mesh: MeshSpec, pa
             f"override {override.text!r} has {len(override.spec)} entries, but {param.path} has {len(axes)} dims ({dims})"
             + ("; the first, layers, may be left out" if axes[0] == "layers" else "")
         )
+    if axes[0] == "layers" and spec[0]:
+        raise ConfigError(
+            f"override {override.text!r} cuts the layers of {param.path}, but layers run one after the other; cut"
+            f" another dim ({', '.join(axes[1:])})"
+        )
     for axis, size, mesh_axes in zip(axes, use_shape, spec, strict=True):
         if size % mesh.size(mesh_axes):
             raise ConfigError(
@@ -280,6 +288,6 @@ def _padding_notes(axes: Sequence[str], mesh: MeshSpec, padding: Padding) -> lis
 
 def _matched_nothing(override: Override, paths: Sequence[str]) -> str:
     if any(override.matches(path) for path in paths):
-        return f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it up"
+        return f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it up or drop it"
     near = get_close_matches(override.pattern, paths, n=1, cutoff=0.3)
     return f"override {override.text!r} matches no parameter" + (f"; nearest path: {near[0]}" if near else "")

@@ -34,6 +34,16 @@ class Rules:
         ("mlp", ("tp",)),
     )
 
+    def __post_init__(self) -> None:
+        names = [logical for logical, _ in self.table]
+        for logical, mesh_axes in self.table:
+            if names.count(logical) > 1:
+                raise ConfigError(f"logical axis {logical!r} has more than one rule; keep one")
+            if any(axis not in AXES for axis in mesh_axes) or len(set(mesh_axes)) < len(mesh_axes):
+                raise ConfigError(
+                    f"rule {logical!r} → {mesh_axes!r}: give a tuple of different mesh axes out of {', '.join(AXES)}"
+                )
+
     @cached_property
     def axes_of(self) -> dict[str, tuple[str, ...]]:
         """Logical axis → mesh axes."""
@@ -76,13 +86,18 @@ class Override:
         return re.search(self.pattern, path) is not None
 
 
+_ITEM = r"(?:\([\w\s,]*\)|\w+)"  # the axes of one dim
+
+
 def _parse_spec(body: str, text: str) -> Spec:
-    inner = re.sub(r"^(PartitionSpec|PS|P)\s*(?=\()", "", body.strip())
-    if inner != body.strip():
-        inner = inner[1:-1] if inner.endswith(")") else inner[1:]
-    items = re.findall(r"\([^()]*\)|[^,()\s]+", inner.replace("'", "").replace('"', ""))
-    if not items:
-        raise ConfigError(f"override {text!r}: the spec {body!r} is empty; write one entry a dim, None for whole")
+    wrapped = re.fullmatch(r"(?:PartitionSpec|PS|P)\s*\((.*)\)", body.strip())
+    inner = (wrapped[1] if wrapped else body).replace("'", "").replace('"', "")
+    if not re.fullmatch(rf"\s*{_ITEM}(\s*,\s*{_ITEM})*\s*,?\s*", inner):
+        raise ConfigError(
+            f"override {text!r}: the spec {body!r} cannot be read; write one entry a dim, like tp,None,fsdp or"
+            " None,(fsdp,tp), with None for a dim that stays whole"
+        )
+    items = re.findall(_ITEM, inner)
     spec: list[tuple[str, ...]] = []
     for item in items:
         names = [n for n in re.split(r"[(),\s]+", item) if n and n != "None"]

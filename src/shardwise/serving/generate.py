@@ -5,6 +5,7 @@ Not here: continuous batching and HTTP (later in this folder).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,15 @@ class Sampling:
     top_p: float = 1.0
     """Draw among the likeliest that together have this probability."""
     seed: int = 0
-    """Row i draws with seed + i; its draws depend on nothing else but the position."""
+    """Row i draws with seed + i (modulo 2³²); its draws depend on nothing else but the position."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:  # refuses NaN too
+            raise ConfigError(f"temperature is {self.temperature}; it must be a number of at least 0")
+        if not 0 <= self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must lie between 0 and 1")
+        if self.top_k < -1:
+            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or 0 (or -1) for all")
 
 
 def generate(
@@ -61,7 +70,7 @@ def generate(
 
     Raises:
         ContextError: a prompt and max_new_tokens together exceed the model's context.
-        ConfigError: an empty prompt, or an id outside the vocabulary.
+        ConfigError: an empty prompt, an id outside the vocabulary, or a setting out of range.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -102,7 +111,7 @@ def stream(
 
     chosen_by = None
     if choose == "sample":
-        seeds = (sampling.seed + np.arange(batch, dtype=np.uint64)).astype(np.uint32)
+        seeds = np.array([(sampling.seed + row) % 2**32 for row in range(batch)], np.uint32)
         numbers = ((sampling.temperature, np.float32), (sampling.top_k, np.int32), (sampling.top_p, np.float32))
         columns = [np.full((batch,), value, kind) for value, kind in numbers]
         chosen_by = SamplingParams(*put(temperature=columns[0], top_k=columns[1], top_p=columns[2], seed=seeds))
@@ -120,6 +129,8 @@ def stream(
 
 
 def _check(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     longest = max(len(prompt) for prompt in prompts)
     context, vocab = model.config.max_position, model.config.vocab_size
     for number, prompt in enumerate(prompts):
