@@ -22,7 +22,7 @@ from shardwise.partition.plan import Plan
 from shardwise.partition.rows import put_rows
 from shardwise.steps.build import Step, build_step
 from shardwise.steps.optimizer import OptimizerConfig
-from shardwise.steps.train import TrainState, abstract_state, fresh_state
+from shardwise.steps.train import TrainState, abstract_state
 from shardwise.steps.workload import Workload
 
 # Nothing here divides well: 3 kv heads of 3 query heads, mlp 90, vocab 101, embed 20, so that every mesh below pads
@@ -64,6 +64,29 @@ def batch_of(step: Step, number: int) -> dict[str, jax.Array]:
     return put_rows(step.plan, step.mesh, arrays)
 
 
+def drawn_state(step: Step) -> TrainState:
+    """A state with random parameters, drawn by NumPy so that nothing but the step is compiled."""
+    rng = np.random.default_rng(0)
+    state = filled_state(step, 0)
+
+    def draw(path: str) -> jax.Array:
+        decision = step.plan[path]
+        true = rng.normal(0, 0.2, decision.true_shape).astype(np.float32)
+        padded = step.plan.padding.pad(true, decision.axes, decision.shape)
+        return jax.device_put(padded, step.plan.sharding(step.mesh, path))
+
+    return replace(state, params={path: draw(path) for path in step.plan.paths})
+
+
+def filled_state(step: Step, number: int) -> TrainState:
+    """A state in which every number, the step's too, is `number`."""
+
+    def fill(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.full(shape.shape, number, shape.dtype), shape.sharding)
+
+    return jax.tree.map(fill, abstract_state(step.plan, step.mesh, TRAIN))
+
+
 def true_arrays(plan: Plan, state: TrainState) -> dict[str, np.ndarray]:
     """Every leaf of a state in its true shape; checks on the way that all padding is zero."""
     out = {}
@@ -92,7 +115,7 @@ def restore_on(step: Step, folder: Path) -> TrainState:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("checkpoints")
     step = step_on(SAVED_ON)
-    state = fresh_state(step.plan, step.mesh, TRAIN, seed=0)
+    state = drawn_state(step)
     for number in (1, 2, 3):
         state, _ = step(state, batch_of(step, number))
     native.save(folder, state, step.plan, {"note": "three steps"}, keep_last=1)
@@ -115,7 +138,7 @@ def test_a_checkpoint_is_bit_equal_on_another_mesh_and_gives_the_same_next_loss(
     # The loss of a step is that of the parameters before its update, so scoring gives it without a gradient.
     nll = step(state.params, batch_of(step, 4))["nll"]
     # float32: sums of at most 101 terms some tens deep; C214 asks for 1e-5.
-    np.testing.assert_allclose(np.mean(nll, dtype=np.float64), trained.next_loss, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(nll).mean(dtype=np.float64), trained.next_loss, rtol=0, atol=1e-5)
 
 
 def test_on_the_same_mesh_the_next_step_is_bitwise_that_of_the_uninterrupted_run(trained: Trained) -> None:
@@ -133,7 +156,8 @@ def test_the_meshes_differ_in_padding_so_that_restoring_has_to_repad() -> None:
 
 def test_what_the_caller_noted_comes_back_with_step_and_mesh(trained: Trained) -> None:
     found = native.find_newest(trained.folder, print)
-    assert found.meta == {"note": "three steps", "step": 3, "mesh": "dp:1,fsdp:4,tp:2"}
+    meta = {key: value for key, value in found.meta.items() if key != "true_shapes"}
+    assert meta == {"note": "three steps", "step": 3, "mesh": "dp:1,fsdp:4,tp:2"}
     assert native.open_exactly(found.path) == found
 
 
@@ -148,17 +172,8 @@ def test_another_optimizers_checkpoint_is_refused_by_the_names_of_its_arrays(tra
 def test_a_model_of_another_size_is_not_restored_leniently(trained: Trained) -> None:
     plan = plan_model(replace(CONFIG, mlp_dim=92), MeshSpec())
     step = build_step(plan, replace(TRAIN, task="score"), jax.devices()[:1])
-    with pytest.raises(CheckpointError, match=r"layers/mlp/.*90.*92|layers/mlp/.*92.*90"):
+    with pytest.raises(CheckpointError, match=r"layers/mlp/gate_proj/kernel is .*90.*, should be .*92.*"):
         restore_on(step, trained.folder)
-
-
-def small_state(plan: Plan, mesh: jax.sharding.Mesh, step: int) -> TrainState:
-    """A state in which every number is `step`; nothing is compiled."""
-
-    def fill(shape: Any) -> jax.Array:
-        return jax.device_put(np.full(shape.shape, step, shape.dtype), shape.sharding)
-
-    return jax.tree.map(fill, abstract_state(plan, mesh, TRAIN))
 
 
 def test_the_newest_are_kept_and_older_ones_go_only_after_the_new_one_is_there(
@@ -175,7 +190,7 @@ def test_the_newest_are_kept_and_older_ones_go_only_after_the_new_one_is_there(
 
     monkeypatch.setattr(native.shutil, "rmtree", watch)
     for number in (2, 4, 6, 8):
-        state = small_state(step.plan, step.mesh, number)
+        state = filled_state(step, number)
         path = native.save(tmp_path, state, step.plan, {}, keep_last=2)
         assert path == tmp_path / f"step_{number:08d}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000006", "step_00000008"]
@@ -186,5 +201,5 @@ def test_the_newest_are_kept_and_older_ones_go_only_after_the_new_one_is_there(
 def test_saving_never_removes_the_checkpoint_it_has_just_written(tmp_path: Path) -> None:
     step = step_on((1, 1, 1))
     for number in (10, 20, 5):  # 5: a run that went back
-        native.save(tmp_path, small_state(step.plan, step.mesh, number), step.plan, {}, keep_last=1)
+        native.save(tmp_path, filled_state(step, number), step.plan, {}, keep_last=1)
         assert native.open_exactly(tmp_path / f"step_{number:08d}").step == number

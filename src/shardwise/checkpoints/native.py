@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
     """Write a checkpoint, then remove older ones so that `keep_last` are left with it.
 
     Args:
-        meta: whatever the caller wants back, as JSON; `step` and `mesh` are added.
+        meta: whatever the caller wants back, as JSON; `step`, `mesh` and `true_shapes` are added.
 
     Raises:
         CheckpointError: the disk refuses; the older checkpoints are untouched and nothing half-written is left.
@@ -63,7 +64,7 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         partial.mkdir()
 
     def complete() -> None:
-        described = {**meta, "step": step, "mesh": str(plan.mesh)}
+        described = {**meta, "step": step, "mesh": str(plan.mesh), "true_shapes": _true_shapes(plan)}
         (partial / _META).write_text(json.dumps(described, indent=1))
         files = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
         (partial / _MANIFEST).write_text(json.dumps(files))
@@ -131,9 +132,13 @@ def restore(found: Found, plan: Plan, mesh: jax.sharding.Mesh, wanted: TrainStat
 
     Returns:
         The state, with the cut and padding of `plan`, whatever those of the run that saved it were.
+
+    Raises:
+        CheckpointError: it is of a model of other sizes, or of another optimizer.
     """
     import orbax.checkpoint as ocp
 
+    _check_sizes(found, plan)
     handler = ocp.PyTreeCheckpointHandler()
     names = _named(wanted)
     with ocp.Checkpointer(handler) as reader:
@@ -158,18 +163,40 @@ def restore(found: Found, plan: Plan, mesh: jax.sharding.Mesh, wanted: TrainStat
     owners = _owners(wanted, plan)
     for name, want in names.items():
         if arrays[name].shape != want.shape or owners[name] and old_padding != plan.padding:
-            arrays[name] = _repad(plan, old_padding, owners[name], arrays.pop(name), want)
+            owner = owners[name]
+            assert owner is not None, "only arrays that follow a parameter have padding"
+            arrays[name] = _repadder(plan, old_padding, owner, want.sharding)(arrays.pop(name))
     return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in names])
 
 
-def _repad(plan: Plan, old: Padding, owner: str | None, array: jax.Array, want: jax.ShapeDtypeStruct) -> jax.Array:
-    assert owner is not None, "only arrays that follow a parameter have padding"
+def _check_sizes(found: Found, plan: Plan) -> None:
+    """Padding could hide that a tensor had another size: compare true shapes."""
+    saved, now = found.meta["true_shapes"], _true_shapes(plan)
+    odd = [path for path in sorted(saved.keys() | now.keys()) if saved.get(path) != now.get(path)]
+    if odd:
+        none = "not there"
+        details = [f"{path} is {saved.get(path, none)}, should be {now.get(path, none)}" for path in odd[:5]]
+        more = " …" if len(odd) > 5 else ""
+        raise CheckpointError(
+            f"checkpoint {found.path} is of a model of other sizes: {', '.join(details)}{more}"
+        )
+
+
+def _true_shapes(plan: Plan) -> dict[str, list[int]]:
+    return {decision.path: list(decision.true_shape) for decision in plan.decisions}
+
+
+@lru_cache(maxsize=64)
+def _repadder(
+    plan: Plan, old: Padding, owner: str, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
+    """One compiled change of padding for a parameter and all moments that follow it."""
     decision = plan[owner]
 
     def convert(array: jax.Array) -> jax.Array:
         return plan.padding.pad(old.trim(array, decision.axes), decision.axes, decision.shape)
 
-    return jax.jit(convert, out_shardings=want.sharding)(array)
+    return jax.jit(convert, out_shardings=sharding)
 
 
 def _reading(mesh: jax.sharding.Mesh, want: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
@@ -254,7 +281,7 @@ def _found(path: Path) -> Found:
 
 
 def _on_first(work: Callable[[], None]) -> None:
-    """Run `work` on process 0 while the others wait; where it fails, all raise, so that none waits for ever."""
+    """Run `work` on process 0 while the others wait; if it fails, all raise, so that none waits for ever."""
     problem: OSError | None = None
     if jax.process_index() == 0:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -314,9 +315,26 @@ class OutputOptions(Options):
         if self.eval_data is not None:
             require_input("--eval-data", self.eval_data)
         require_new("--out", self.out)
-        if self.resume and self.checkpoint_dir is not None and not Path(self.checkpoint_dir).is_dir():
+        if self.metrics is not None:
+            if not self.resume:
+                require_new("--metrics", self.metrics)
+            _require_can_be_made("--metrics", self.metrics)
+        if self.checkpoint_dir is not None:
+            self._check_checkpoint_dir(Path(self.checkpoint_dir).expanduser())
+
+    def _check_checkpoint_dir(self, folder: Path) -> None:
+        if self.resume:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"--resume: folder not found: {folder}; leave --resume out to start anew"
+                )
+            return
+        _require_can_be_made("--checkpoint-dir", str(folder / "step"))
+        there = sorted(path.name for path in folder.glob("step_*"))
+        if there:
             raise CheckpointError(
-                f"--resume: folder not found: {self.checkpoint_dir}; leave --resume out to start anew"
+                f"--checkpoint-dir: {folder} holds {there[-1]} of an earlier run; add --resume to go on with"
+                " that run, or name another folder"
             )
 
 
@@ -344,6 +362,18 @@ def require_model(path: str) -> None:
 
 
 def require_new(what: str, path: str) -> None:
-    """Raises CheckpointError if `path` exists already."""
+    """Raises CheckpointError if `path` exists already or could not be made."""
     if Path(path).exists():
-        raise CheckpointError(f"{what}: {path} exists already; remove it or name another folder")
+        raise CheckpointError(f"{what}: {path} exists already; remove it or name another one")
+    _require_can_be_made(what, path)
+
+
+def _require_can_be_made(what: str, path: str) -> None:
+    """Raises CheckpointError unless `path` could be written: better now than after days of training."""
+    if Path(path).is_dir():
+        raise CheckpointError(f"{what}: {path} is a folder, not a file; name a file in it")
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise CheckpointError(f"{what}: {path} cannot be made, because {above} is a file; name another path")
+    if not os.access(above, os.W_OK):
+        raise CheckpointError(f"{what}: {path} cannot be made: no permission to write to {above}")

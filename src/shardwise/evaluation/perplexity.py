@@ -71,7 +71,7 @@ def measure(
 
     Args:
         params: stacked or one array per layer.
-        texts: int32 ids of each, without BOS.
+        texts: int32 ids of each, without BOS; at least one has a token.
         prefix_token: stands in front of each text, so that its first token is scored too.
         length: tokens in a window, at most the model's context.
         batch: windows computed at a time; does not change the result.
@@ -80,6 +80,7 @@ def measure(
     The sum is taken in float64 on the host, in the order of the texts.
     """
     windows = [w for text in texts for w in rolling_windows(text, prefix_token, length, context)]
+    assert windows, "no token to score"
     batch = round_up(min(batch, len(windows)), plan.batch_multiple())
     step = build_step(
         plan,
@@ -95,7 +96,7 @@ def measure(
         total += float(np.asarray(out["nll"].addressable_data(0))[scored].sum(dtype=np.float64))
         right += int(np.asarray(out["right"].addressable_data(0))[scored].sum())
         tokens += int(scored.sum())
-    return Perplexity(total / max(tokens, 1), tokens, right / max(tokens, 1), len(windows))
+    return Perplexity(total / tokens, tokens, right / tokens, len(windows))
 
 
 def run(options: EvalOptions) -> int:
@@ -103,6 +104,10 @@ def run(options: EvalOptions) -> int:
     from shardwise.api import load
     from shardwise.data.text import read_documents
     from shardwise.errors import ConfigError, DataError
+
+    def say(text: str) -> None:
+        if jax.process_index() == 0:
+            print(text, flush=True)
 
     texts = read_documents([options.perplexity]).documents
     model = load(
@@ -112,23 +117,23 @@ def run(options: EvalOptions) -> int:
     tokenizer, config = model.tokenizer, model.config
     length = min(options.length, config.max_position)
     if length < options.length:
-        print(f"--length {options.length} is above the model's context: windows of {length} tokens")
+        say(f"--length {options.length} is above the model's context: windows of {length} tokens")
     if options.context > length:
         raise ConfigError(f"--context {options.context} is above the model's context of {length}")
     default = "" if options.mesh else " (default: all tp)"
-    print(f"mesh {model.plan.mesh}{default}", flush=True)
+    say(f"mesh {model.plan.mesh}{default}")
     ids = tokenize_texts(tokenizer, texts)
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise DataError("the tokenizer has neither BOS nor EOS to stand in front of the first token; set one")
+    if not any(map(len, ids)):
+        raise DataError(f"{options.perplexity} has no token to score")
     start = time.perf_counter()
     result = measure(
         model.plan, model.mesh, model.params, ids, prefix_token=prefix, length=length, batch=options.batch,
         compute_dtype=options.compute_dtype, param_dtype=model.param_dtype, context=options.context,
     )  # fmt: skip
-    if not result.tokens:
-        raise DataError(f"{options.perplexity} has no token to score")
     seconds = time.perf_counter() - start
-    print(f"{options.perplexity}: {result}  ({result.windows} windows of {length}, {seconds:.1f} s)")
-    print(f"first choice right: {result.accuracy:.1%}")
+    say(f"{options.perplexity}: {result}  ({result.windows} windows of {length}, {seconds:.1f} s)")
+    say(f"first choice right: {result.accuracy:.1%}")
     return 0

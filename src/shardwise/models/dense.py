@@ -33,7 +33,7 @@ def dense(
     x_dims, k_dims = x.ndim - num_inputs, kernel.ndim - num_inputs
     wide, out_dtype = jnp.promote_types(x.dtype, jnp.float32), out_dtype or x.dtype
     contract_x, contract_k = tuple(range(x_dims, x.ndim)), tuple(range(k_dims, kernel.ndim))
-    if cpu and 1 < math.prod(x.shape[:x_dims]) <= FEW_ROWS:
+    if cpu and math.prod(x.shape[:x_dims]) <= FEW_ROWS:
         y = jax.lax.dot_general(kernel, x, ((contract_k, contract_x), ((), ())), preferred_element_type=wide)
         y = jax.lax.optimization_barrier(y.astype(out_dtype))
         return jnp.moveaxis(y, tuple(range(k_dims, k_dims + x_dims)), tuple(range(x_dims)))

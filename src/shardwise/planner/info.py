@@ -28,7 +28,7 @@ def run(options: InfoOptions) -> int:
 
     checkpoint = open_model(options.model)
     config = config_from_hf(checkpoint.hf_config)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(width=None if Console().is_terminal else 140, highlight=False)
     single = plan(config, MeshSpec())
     console.print(f"{options.model} ({checkpoint.format if checkpoint.reader else 'shapes only'})")
     for line in describe(config, single):
@@ -59,19 +59,19 @@ def describe(config: ModelConfig, plan: Plan) -> list[str]:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """One line for each kind of tensor: shapes, cut, bytes a device, and every padding or fallback."""
+    """One line for each kind of tensor: shapes, cut, float32 bytes on each device; then every padding and fallback."""
     table = Table(box=None, pad_edge=False)
-    for name in ("tensor", "dims", "true shape", "stored", "cut", "MiB/device f32"):
+    for name in ("tensor", "true shape", "stored as", "cut", "MiB each"):
         table.add_column(name, justify="right" if name.startswith("MiB") else "left", no_wrap=True)
     notes: dict[str, list[str]] = {}
     for d in plan.decisions:
-        stored = "same" if d.shape == d.true_shape else "×".join(map(str, d.shape))
-        table.add_row(
-            d.path, " ".join(d.axes), "×".join(map(str, d.true_shape)), stored, _cut(d),
-            f"{bytes_per_device(plan, d) / 2**20:.2f}",
-        )  # fmt: skip
+        skip, short = int(d.stacked), d.path.removeprefix("layers/").removesuffix("/kernel")
+        layers = f"{d.true_shape[0]} × " if d.stacked else ""
+        stored = "same" if d.shape == d.true_shape else " ".join(map(str, d.shape[skip:]))
+        named = " ".join(f"{axis}:{size}" for axis, size in zip(d.axes[skip:], d.true_shape[skip:], strict=True))
+        table.add_row(short, layers + named, stored, _cut(d), f"{bytes_per_device(plan, d) / 2**20:.1f}")
         for note in d.notes:
-            notes.setdefault(note, []).append(d.path.removeprefix("layers/"))
+            notes.setdefault(note, []).append(short)
     console.print(f"mesh {plan.mesh}: {plan.mesh.num_devices} devices")
     console.print(table)
     each = sum(bytes_per_device(plan, d) for d in plan.decisions)
@@ -92,4 +92,5 @@ def bytes_per_device(plan: Plan, decision: Decision, itemsize: int = 4) -> int:
 
 
 def _cut(decision: Decision) -> str:
-    return "(" + ", ".join("+".join(axes) or "·" for axes in decision.spec) + ")"
+    """Mesh axes of each dim, the layers left out; `·` is a dim that is not cut."""
+    return "(" + ", ".join("+".join(axes) or "·" for axes in decision.spec[decision.stacked :]) + ")"

@@ -5,6 +5,7 @@ Read `_run` first: it is the whole story. Not here: the step (steps/train.py) an
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +23,11 @@ from shardwise.data.loader import BatchLoader, num_steps_for
 from shardwise.data.packing import PackedDataset
 from shardwise.data.text import read_documents
 from shardwise.data.tokens import tokenize_documents
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
 from shardwise.evaluation.perplexity import Perplexity, measure, tokenize_texts
 from shardwise.families import config_from_hf
 from shardwise.models.flops import parameter_count, train_flops_per_token
+from shardwise.partition.plan import Plan
 from shardwise.partition.rows import local_rows, put_rows
 from shardwise.runtime.peak import peak_flops
 from shardwise.steps.build import Step, build_step
@@ -93,13 +95,15 @@ def _run(options: TrainingOptions, source: Checkpoint, tokenizer_source: Checkpo
         z_loss=options.z_loss, optimizer=_optimizer(options, steps),
     )  # fmt: skip
     step = build_step(the_plan, workload)
+    _check_processes_agree(options, the_plan, data)
 
     # The state: from a checkpoint of this run, from the model's weights, or drawn.
     state = _start(options, source, step, data, fresh, say)
     done = int(state.step)
-    if done >= steps:
-        raise ConfigError(f"the checkpoint is at step {done} already, of {steps}; raise --steps or --epochs")
-    state = _loop(options, step, state, data, done, steps, quiet)
+    if done < steps:
+        state = _loop(options, step, state, data, done, steps, quiet)
+    else:  # the run ended between its last checkpoint and its export
+        say(f"all {steps} steps are done already; what is left is to write the model")
 
     # The end: held-out loss, then the folder that other tools read.
     model = Model(tokenizer_source, the_plan, step.mesh, state.params, options.compute_dtype)
@@ -123,7 +127,30 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if options.eval_data:
         held_out = tokenize_texts(tokenizer, read((options.eval_data,)))
+        if not any(map(len, held_out)):
+            raise DataError(f"--eval-data: {options.eval_data} has no token to score; name another file")
     return _Data(rows, store.fingerprint, held_out, prefix)
+
+
+def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data) -> None:
+    """Refuse processes with different options or data: they would mix runs, or wait for each other for ever."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    values = asdict(options)
+    # Paths may differ between hosts; what is found there must not.
+    for name in ("model", "tokenizer", "out", "checkpoint_dir", "metrics"):
+        values[name] = values.get(name) is not None
+    held_out = hashlib.sha256(b"".join(tokens.tobytes() for tokens in data.held_out)).digest()
+    values |= {"model": the_plan.config, "data": data.fingerprint, "eval_data": (len(data.held_out), held_out)}
+    for name in ("process_id", "coordinator", "devices", "debug"):
+        del values[name]
+    digests = [hashlib.sha256(repr(value).encode()).digest() for value in values.values()]
+    all_digests = multihost_utils.process_allgather(np.array([list(d) for d in digests], np.uint8))
+    odd = [_flag(name) for i, name in enumerate(values) if (all_digests[:, i] != all_digests[0, i]).any()]
+    if odd:
+        raise ConfigError(f"the processes were not started alike: {', '.join(odd)} differ; give all the same")
 
 
 def _optimizer(options: TrainingOptions, steps: int) -> OptimizerConfig:
@@ -156,25 +183,37 @@ def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, An
         "global_batch": options.global_batch,
         "seed": options.seed,
         "optimizer": asdict(step.workload.optimizer),
+        "z_loss": options.z_loss,
         "param_dtype": options.param_dtype,
     }
 
 
 def _check_same_run(found: native.Found, now: dict[str, Any]) -> None:
-    flags = {"data_fingerprint": "--data"}
     for key, value in now.items():
         saved = found.meta.get(key)
         if saved == value:
             continue
         if isinstance(value, dict):
-            odd = [name for name in value if (saved or {}).get(name) != value[name]]
-            detail = ", ".join(f"{name} was {(saved or {}).get(name)!r}, is {value[name]!r}" for name in odd)
+            saved = saved or {}
+            odd = [name for name in value if saved.get(name) != value[name]]
+            prefix = "" if key == "optimizer" else f"{_flag(key)}: "
+            show = _flag if key == "optimizer" else str
+            changes = [f"{show(name)} was {saved.get(name)!r}, is {value[name]!r}" for name in odd]
+            detail = prefix + ", ".join(changes)
+        elif key == "data_fingerprint":
+            detail = f"{_flag(key)} holds other text, or it was tokenized or ordered otherwise"
         else:
-            detail = f"was {saved!r}, is {value!r}"
+            detail = f"{_flag(key)} was {saved!r}, is {value!r}"
         raise CheckpointError(
-            f"--resume: {found.path} is of another run: {flags.get(key, key)}: {detail}; use the saved run's options,"
-            " or another --checkpoint-dir"
+            f"--resume: {found.path} is of another run: {detail}; use the saved run's options, or another"
+            " --checkpoint-dir"
         )
+
+
+def _flag(key: str) -> str:
+    """How the user knows an option or a part of the identity."""
+    names = {"model": "MODEL", "data_fingerprint": "--data", "total_steps": "--steps or --epochs"}
+    return names.get(key, "--" + key.replace("_", "-"))
 
 
 def _loop(
@@ -202,18 +241,21 @@ def _loop(
         for number, arrays in enumerate(loader, start=done + 1):
             state, metrics = step(state, put_rows(the_plan, mesh, arrays, rows, batch))
             since += 1
-            if number % options.log_every == 0 or number == steps:
+            last = number == steps
+            saves = options.checkpoint_dir and (last or number % (options.checkpoint_every or steps) == 0)
+            logs = last or number % options.log_every == 0
+            if logs or saves:
                 host = {name: float(value.addressable_data(0)) for name, value in metrics.items()}
                 if not math.isfinite(host["loss"]) or not math.isfinite(host["grad_norm"]):
                     raise ShardwiseError(
                         f"step {number}: loss is {host['loss']}, gradient norm {host['grad_norm']}; lower"
                         " --learning-rate, raise --warmup-steps, or resume from an earlier checkpoint"
                     )
+            if logs:
                 reporter.step(number, host, since * batch * options.length, since)
                 since = 0
-            last = number == steps
             pause = False
-            if options.checkpoint_dir and (last or number % (options.checkpoint_every or steps) == 0):
+            if saves:
                 native.save(options.checkpoint_dir, state, the_plan, identity, options.keep_last)
                 pause = True
             if data.held_out and (last or number % (options.eval_every or steps) == 0):

@@ -6,13 +6,16 @@ Not here: what is measured on the devices (steps/train.py).
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from shardwise.errors import ConfigError
 
 
 class Reporter:
@@ -21,7 +24,8 @@ class Reporter:
     Args:
         total: steps of the whole run.
         done: steps before this run.
-        file: JSONL file to append to.
+        file: JSONL file to append to. What it holds of steps after `done` is removed: those of an interrupted
+            run, since its last checkpoint, are about to be done again.
         flops_per_token: of training, for MFU.
         peak: FLOP/s of all devices together.
     """
@@ -31,7 +35,7 @@ class Reporter:
     ):
         self._console = Console(stderr=True, quiet=quiet)
         self._flops_per_token, self._peak = flops_per_token, peak
-        self._file = None if file is None or quiet else Path(file).open("a", encoding="utf-8")  # noqa: SIM115
+        self._file = None if file is None or quiet else _open_after(Path(file), done)
         columns = (
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[say]}"),
             TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
@@ -93,3 +97,26 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line above the progress bar."""
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _open_after(path: Path, done: int) -> TextIO:
+    """Open a metrics file for appending behind its records of steps up to `done`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= done]
+        if kept != lines:
+            new = path.with_name(f".{path.name}.new")
+            new.write_text("".join(kept), encoding="utf-8")
+            new.replace(path)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--metrics: {path} cannot be written: {error.strerror}") from error
+
+
+def _step_of(line: str) -> float:
+    """The step of a record; infinite for a line that a kill cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
