@@ -71,7 +71,9 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     start = time.perf_counter()
     step = shardwise.build_step(model.plan, workload)
     state = start_state(model.plan, step.mesh, workload, model.params)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (args.batch, args.length + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, model.config.vocab_size, (args.batch, args.length + 1), np.int32
+    )
     shape = (args.batch, args.length)
     rows = {
         "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": np.ones(shape, np.int32),
@@ -103,7 +105,9 @@ def decode(args: argparse.Namespace) -> dict[str, float]:
     from shardwise.serving.generate import Sampling, stream
 
     model = shardwise.load(args.model, mesh=args.mesh, param_dtype=args.dtype, compute_dtype=args.dtype)
-    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (args.batch, args.prompt)).tolist()
+    prompts = (
+        np.random.default_rng(0).integers(0, model.config.vocab_size, (args.batch, args.prompt)).tolist()
+    )
     gaps: list[float] = []
     for attempt in range(3):
         last = None

@@ -21,7 +21,12 @@ OUT = Path("demo-out")
 QUESTION = "In one sentence: what is a Python generator?"
 HELD_OUT_CHARACTERS = 18_000  # a little over 4,096 tokens
 STEPS, BATCH, LENGTH = 10, 4, 256
-SECONDS = {"plan": 5, "answers": 50, "finetune": 170, "after": 30}  # on two cores; the rest is scaled as it goes
+SECONDS = {
+    "plan": 5,
+    "answers": 50,
+    "finetune": 170,
+    "after": 30,
+}  # on two cores; the rest is scaled as it goes
 START = time.perf_counter()
 
 
@@ -30,7 +35,9 @@ def part(name: str, title: str) -> None:
     names = list(SECONDS)
     expected = sum(SECONDS[n] for n in names[: names.index(name)])
     passed = time.perf_counter() - START
-    left = sum(SECONDS[n] for n in names[names.index(name) :]) * (max(1.0, passed / expected) if expected else 1.0)
+    left = sum(SECONDS[n] for n in names[names.index(name) :]) * (
+        max(1.0, passed / expected) if expected else 1.0
+    )
     print(f"\n── {title} ── {passed:.0f} s so far, about {left:.0f} s left\n", flush=True)
 
 
@@ -79,7 +86,9 @@ def same_answer(model: str) -> None:
         rows = generate(loaded, [ids], max_new_tokens=28, stop_ids=stop_ids(loaded))
         answers.append(rows[0])
         print(f"mesh {mesh}: {loaded.tokenizer.decode(rows[0], skip_special_tokens=True)}", flush=True)
-    print("the two answers are the same, token for token" if answers[0] == answers[1] else "the answers DIFFER")
+    print(
+        "the two answers are the same, token for token" if answers[0] == answers[1] else "the answers DIFFER"
+    )
     if answers[0] != answers[1]:
         sys.exit(1)
 
@@ -107,15 +116,29 @@ def main() -> None:
     measured = [json.loads(line) for line in (OUT / "metrics.jsonl").read_text().splitlines()]
     before, after = (m["eval_perplexity"] for m in measured if "eval_perplexity" in m)
     tokens = next(m["eval_tokens"] for m in measured if "eval_tokens" in m)
-    print(f"\nheld-out perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.0%}) on the same {tokens:,} tokens")
+    print(
+        f"\nheld-out perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.0%}) on the same {tokens:,} tokens"
+    )
 
     part("after", "4. The same prompt before and after")
     prompt = "The with statement"
     for name, path in (("before", model), ("after", tuned)):
         print(f"[{name}]", flush=True)
-        run("generate", path, prompt, "--max-new-tokens", "40", "--devices", "cpu:2", "--mesh", "dp:1,fsdp:1,tp:2")
+        run(
+            "generate",
+            path,
+            prompt,
+            "--max-new-tokens",
+            "40",
+            "--devices",
+            "cpu:2",
+            "--mesh",
+            "dp:1,fsdp:1,tp:2",
+        )
 
-    print(f"\nDone in {time.perf_counter() - START:.0f} s. {tuned} is a Hugging Face folder; transformers and vLLM load it.")
+    print(
+        f"\nDone in {time.perf_counter() - START:.0f} s. {tuned} is a Hugging Face folder; transformers and vLLM load it."
+    )
     print("Try next:")
     print(f'  .venv/bin/shardwise generate {tuned} --chat "What does the yield keyword do?"')
     print(f"  .venv/bin/shardwise eval {tuned} --perplexity {held_out}")

@@ -19,7 +19,9 @@ if not os.environ.get("SHARDWISE_TEST_OPTIMIZED"):
     quick = ["backend_optimization_level=0", "llvm_disable_expensive_passes=true"]
     if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and XLA ends on such
         quick.append("cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *(f"--xla_{flag}" for flag in quick)])
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), *(f"--xla_{flag}" for flag in quick)]
+    )
 
 from hypothesis import settings
 

@@ -41,7 +41,9 @@ CHATML = (
 )
 
 
-def write_llama(folder: Path, *, vocab: int = VOCAB, tokenizer: bool = True, seed: int = 0, **changes: Any) -> Path:
+def write_llama(
+    folder: Path, *, vocab: int = VOCAB, tokenizer: bool = True, seed: int = 0, **changes: Any
+) -> Path:
     """Write a one-layer Llama (float32) with 4 query and 2 kv heads and return its folder.
 
     Args:
@@ -76,7 +78,7 @@ def write_llama(folder: Path, *, vocab: int = VOCAB, tokenizer: bool = True, see
 
 
 def write_tokenizer(folder: Path, extra_tokens: Sequence[str] = ()) -> None:
-    """Write a byte-level BPE tokenizer trained on SENTENCES, with BOS in front of texts and a ChatML template."""
+    """Write a byte-level BPE tokenizer trained on SENTENCES; BOS in front of texts, and a ChatML template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

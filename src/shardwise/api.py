@@ -61,14 +61,26 @@ def resolve_mesh(mesh: str | MeshSpec | None, task: str, devices: Sequence[Any] 
     found = tuple(jax.devices() if devices is None else devices)
     kind = found[0].platform
     try:
-        spec = default_mesh(task) if mesh is None else mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
+        spec = (
+            default_mesh(task)
+            if mesh is None
+            else mesh
+            if isinstance(mesh, MeshSpec)
+            else MeshSpec.parse(mesh)
+        )
     except MeshError as error:
-        raise MeshError(f"{error}; there are {len(found)} {kind} device{'s' if len(found) > 1 else ''}") from None
+        raise MeshError(
+            f"{error}; there are {len(found)} {kind} device{'s' if len(found) > 1 else ''}"
+        ) from None
     return spec.resolve(len(found), kind)
 
 
 def plan(
-    model: str | Path | ModelConfig, mesh: str | MeshSpec, *, rules: Rules | None = None, overrides: Iterable[str] = ()
+    model: str | Path | ModelConfig,
+    mesh: str | MeshSpec,
+    *,
+    rules: Rules | None = None,
+    overrides: Iterable[str] = (),
 ) -> Plan:
     """How a model would be cut on a mesh; needs neither weights nor devices.
 
@@ -132,7 +144,9 @@ class Model:
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of zeros."""
-        shapes = cache_shape(Placement(self.plan, self.mesh, np.dtype(jax.numpy.dtype(self.compute_dtype))), batch, capacity)
+        shapes = cache_shape(
+            Placement(self.plan, self.mesh, np.dtype(jax.numpy.dtype(self.compute_dtype))), batch, capacity
+        )
         return _zeros(shapes)
 
     def logits(self, tokens: np.ndarray, attention_mask: np.ndarray | None = None) -> np.ndarray:
@@ -231,7 +245,9 @@ class Model:
 
 def _zeros(shapes: Any) -> Any:
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    make = jax.jit(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes), out_shardings=shardings)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes), out_shardings=shardings
+    )
     return make()
 
 

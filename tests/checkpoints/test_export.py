@@ -85,7 +85,9 @@ def test_overrides_leave_exports_as_they_are(folder_of: Callable[[Case], Path]) 
     folder = folder_of(UNEVEN)
     overrides = ("q_proj/kernel=tp,fsdp,None,None", "down_proj/kernel=None,None")
     model = load(folder, "1,3,2", stacked=True, overrides=overrides)
-    assert_bitwise(dict(hf_tensors(model.plan, model.mesh, model.params)), load_file(folder / "model.safetensors"))
+    assert_bitwise(
+        dict(hf_tensors(model.plan, model.mesh, model.params)), load_file(folder / "model.safetensors")
+    )
 
 
 def test_the_written_folder_is_the_model_again(folder_of: Callable[[Case], Path], tmp_path: Path) -> None:
@@ -97,7 +99,9 @@ def test_the_written_folder_is_the_model_again(folder_of: Callable[[Case], Path]
     # What we do not translate is kept from the source.
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     again = load(tmp_path / "out", "1,2,1")
-    assert_bitwise(dict(hf_tensors(again.plan, again.mesh, again.params)), load_file(source / "model.safetensors"))
+    assert_bitwise(
+        dict(hf_tensors(again.plan, again.mesh, again.params)), load_file(source / "model.safetensors")
+    )
 
 
 def test_bfloat16_files_stay_bfloat16_and_the_config_says_so(tmp_path: Path) -> None:

@@ -52,12 +52,17 @@ MESHES = [
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     root = tmp_path_factory.mktemp("load")
     return {
-        name: open_checkpoint(write_checkpoint(case, root / name.replace("/", "_"))) for name, case in CASES.items()
+        name: open_checkpoint(write_checkpoint(case, root / name.replace("/", "_")))
+        for name, case in CASES.items()
     }
 
 
 def load(
-    checkpoint: Checkpoint, mesh: str, stacked: bool = True, overrides: tuple[str, ...] = (), dtype: str | None = None
+    checkpoint: Checkpoint,
+    mesh: str,
+    stacked: bool = True,
+    overrides: tuple[str, ...] = (),
+    dtype: str | None = None,
 ) -> tuple[Plan, jax.sharding.Mesh, Params]:
     plan = make_plan(config_from_hf(checkpoint.hf_config), mesh, overrides=overrides)
     device_mesh = build_mesh(plan.mesh, jax.devices()[: plan.mesh.num_devices])
@@ -127,10 +132,22 @@ def test_every_array_is_the_padded_tensor_and_lies_as_planned(
 @pytest.mark.parametrize(
     ("heads", "mesh", "overrides"),
     [
-        ("9/3", "1,1,3", ("q_proj/kernel=None,tp,None,None", "o_proj/kernel=None,None,tp,None")),  # q_per_kv 3
+        (
+            "9/3",
+            "1,1,3",
+            ("q_proj/kernel=None,tp,None,None", "o_proj/kernel=None,None,tp,None"),
+        ),  # q_per_kv 3
         ("9/3", "1,2,3", ("q_proj/kernel=tp,None,fsdp,None", "k_proj/kernel=tp,fsdp,None")),  # head_dim 10
-        ("9/3", "1,3,2", ("q_proj/kernel=tp,fsdp,None,None", "o_proj/kernel=None,tp,fsdp,None")),  # 4 slots of 3
-        ("5/1", "1,2,4", ("q_proj/kernel=tp,fsdp,None,None", "q_proj/bias=tp,fsdp,None")),  # 4 slots of 2, repeated
+        (
+            "9/3",
+            "1,3,2",
+            ("q_proj/kernel=tp,fsdp,None,None", "o_proj/kernel=None,tp,fsdp,None"),
+        ),  # 4 slots of 3
+        (
+            "5/1",
+            "1,2,4",
+            ("q_proj/kernel=tp,fsdp,None,None", "q_proj/bias=tp,fsdp,None"),
+        ),  # 4 slots of 2, repeated
         ("5/1", "1,2,4", ("k_proj/kernel=None,None,(fsdp,tp)", "o_proj/kernel=(fsdp,tp),None,None,None")),
         ("8/2", "1,2,2", ("embed/table=None,(fsdp,tp)", "down_proj=None,None", "lm_head=fsdp,tp")),
     ],
@@ -176,7 +193,9 @@ def test_each_tensor_is_read_once_however_many_devices_hold_copies(
     assert reader.bytes == {name: math.prod(i.shape) * i.dtype.itemsize for name, i in infos.items()}
 
 
-def test_a_dtype_can_be_asked_for_and_else_stays_the_files(opened: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_a_dtype_can_be_asked_for_and_else_stays_the_files(
+    opened: dict[str, Checkpoint], tmp_path: Path
+) -> None:
     _, _, kept = load(opened["9/3"], "1,1,2")
     assert {str(value.dtype) for value in kept.values()} == {"float32"}
     plan, _, narrow = load(opened["9/3"], "1,1,2", dtype="bfloat16")
@@ -243,7 +262,9 @@ def test_c110a_a_head_that_differs_from_the_tied_table_is_named_and_never_droppe
 
 def test_c110b_a_missing_head_is_named_with_the_key_that_ties_it(tmp_path: Path) -> None:
     folder = write_checkpoint(cases.UNTIED_WITHOUT_HEAD, tmp_path / "b")
-    with pytest.raises(CheckpointError, match="1 missing: lm_head.weight; .* set tie_word_embeddings to true"):
+    with pytest.raises(
+        CheckpointError, match="1 missing: lm_head.weight; .* set tie_word_embeddings to true"
+    ):
         load(open_checkpoint(folder), "1,1,1")
 
 
@@ -295,7 +316,12 @@ def test_host_memory_beside_the_arrays_stays_below_twice_the_largest(tmp_path: P
     folder = write_checkpoint(replace(UNEVEN, config=UNEVEN.config | config), tmp_path / "large")
     assert (folder / "model.safetensors").stat().st_size > 200e6
     # Freed blocks go back to the system at once, so that what is measured is what is held.
-    environ = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536", "JAX_PLATFORMS": "cpu"}
+    environ = {
+        "PATH": "",
+        "PYTHONPATH": ":".join(sys.path),
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(folder), how],
         env=environ, capture_output=True, text=True, check=True,

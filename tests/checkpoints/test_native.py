@@ -25,8 +25,8 @@ from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.train import TrainState, abstract_state
 from shardwise.steps.workload import Workload
 
-# Nothing here divides well: 3 kv heads of 3 query heads, mlp 90, vocab 101, embed 20, so that every mesh below pads
-# differently (tp 2 and 3) or stores a dim larger than it is used (fsdp 8).
+# Nothing here divides well: 3 kv heads of 3 query heads, mlp 90, vocab 101, embed 20, so that every mesh
+# below pads differently (tp 2 and 3) or stores a dim larger than it is used (fsdp 8).
 CONFIG = ModelConfig(
     vocab_size=101, embed_dim=20, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=4, mlp_dim=90,
     max_position=32, initializer_range=0.2,

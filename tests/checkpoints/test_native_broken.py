@@ -1,4 +1,4 @@
-"""Training checkpoints when saving is cut short, the disk refuses, or files go missing: the newest whole one counts.
+"""Training checkpoints when a save is cut short, the disk refuses or files go missing: the last whole one counts.
 
 Not here: what a whole checkpoint restores to (test_native.py).
 """
@@ -29,7 +29,14 @@ from shardwise.steps.train import TrainState, abstract_state
 from shardwise.steps.workload import Workload
 
 CONFIG = ModelConfig(
-    vocab_size=4000, embed_dim=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, max_position=8
+    vocab_size=4000,
+    embed_dim=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=16,
+    max_position=8,
 )
 PLAN = plan_model(CONFIG, MeshSpec())
 WORKLOAD = Workload("train", 1, 8, optimizer=OptimizerConfig())
@@ -103,7 +110,9 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [delete, truncate, empty])
-@pytest.mark.parametrize("name", ["largest", "arrays/manifest.ocdbt", "arrays/_METADATA", "meta.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["largest", "arrays/manifest.ocdbt", "arrays/_METADATA", "meta.json", "manifest.json"]
+)
 def test_a_damaged_newest_is_passed_over_with_the_reason_and_refused_when_named(
     two: Path, damage: Callable[[Path], None], name: str
 ) -> None:
@@ -175,7 +184,9 @@ def test_a_full_disk_leaves_the_older_ones_untouched_and_nothing_half_written(
         monkeypatch.setattr(Path, "rename", lambda p, to: no_space() if "step_" in p.name else rename(p, to))
     else:
         monkeypatch.setattr(
-            Path, "write_text", lambda p, *args, **kw: no_space() if p.name == where else write_text(p, *args, **kw)
+            Path,
+            "write_text",
+            lambda p, *args, **kw: no_space() if p.name == where else write_text(p, *args, **kw),
         )
     with pytest.raises(CheckpointError, match="step 3 could not be written to .*No space left.*untouched"):
         native.save(two, state_of(3), PLAN, {}, keep_last=1)
@@ -208,7 +219,11 @@ def random_state() -> TrainState:
     rng = np.random.default_rng(0)
 
     def fill(array: jax.Array) -> jax.Array:
-        return array if array.ndim == 0 else jax.device_put(rng.standard_normal(array.shape, np.float32), array.sharding)
+        return (
+            array
+            if array.ndim == 0
+            else jax.device_put(rng.standard_normal(array.shape, np.float32), array.sharding)
+        )
 
     return jax.tree.map(fill, state_of(3))
 

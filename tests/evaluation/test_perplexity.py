@@ -1,4 +1,4 @@
-"""Perplexity against a sum over the model's own logits in NumPy, on any mesh, in any batches; and `shardwise eval`.
+"""Perplexity against a NumPy sum over the model's logits, on any mesh, in any batches; and `shardwise eval`.
 
 Not here: how a text is cut into windows (test_windows.py).
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tests.tiny import SENTENCES, write_jsonl, write_llama
 
 import shardwise
 from shardwise.cli.main import main
 from shardwise.evaluation.perplexity import Perplexity, measure, tokenize_texts
 from shardwise.evaluation.windows import Window, rolling_windows
-from tests.tiny import SENTENCES, write_jsonl, write_llama
 
 LENGTH = 16
 MESHES = {"one": (1, 1, 1), "fsdp 2": (1, 2, 1), "tp 2": (1, 1, 2), "tp 3, all padded": (1, 1, 3)}
@@ -46,7 +46,9 @@ def texts(model: shardwise.Model) -> list[np.ndarray]:
     return [*tokenize_texts(model.tokenizer, SENTENCES), np.zeros(0, np.int32)]
 
 
-def measured(model: shardwise.Model, texts: list[np.ndarray], *, batch: int = 4, context: int = 1) -> Perplexity:
+def measured(
+    model: shardwise.Model, texts: list[np.ndarray], *, batch: int = 4, context: int = 1
+) -> Perplexity:
     return measure(
         model.plan, model.mesh, model.params, texts, prefix_token=0, length=LENGTH, batch=batch,
         compute_dtype="float32", param_dtype="float32", context=context,
@@ -54,7 +56,7 @@ def measured(model: shardwise.Model, texts: list[np.ndarray], *, batch: int = 4,
 
 
 def by_hand(model: shardwise.Model, windows: list[Window]) -> tuple[float, float, int]:
-    """Mean NLL, accuracy and number of scored tokens from logits of each window, padded on the right, in float64."""
+    """Mean NLL, accuracy and scored tokens from logits of each window, padded on the right; in float64."""
     nll, right, tokens = 0.0, 0, 0
     for start in range(0, len(windows), 8):
         some = windows[start : start + 8]
@@ -96,7 +98,7 @@ def test_more_context_changes_the_windows_but_not_which_tokens_count(
 
 def test_the_batch_size_does_not_change_it(model: shardwise.Model, texts: list[np.ndarray]) -> None:
     four, seven = measured(model, texts), measured(model, texts, batch=7)
-    # The windows are computed the same way in another shape of batch; a product may be summed in another order.
+    # The same windows in another shape of batch: a product may be summed in another order.
     assert seven.nll == pytest.approx(four.nll, abs=1e-6)
     assert replace(seven, nll=0) == replace(four, nll=0)
 
@@ -121,10 +123,30 @@ def test_text_that_looks_like_a_control_token_is_spelled_out(model: shardwise.Mo
 
 
 def test_the_command_says_mesh_tokens_and_what_it_measured(
-    folder: Path, model: shardwise.Model, texts: list[np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    model: shardwise.Model,
+    texts: list[np.ndarray],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = write_jsonl(tmp_path / "held out.jsonl")
-    assert main(["eval", str(folder), "--perplexity", str(data), "--length", "16", "--batch", "8", "--mesh", "1,8,1"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                str(folder),
+                "--perplexity",
+                str(data),
+                "--length",
+                "16",
+                "--batch",
+                "8",
+                "--mesh",
+                "1,8,1",
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     result = measured(model, texts)
     assert lines[0] == "mesh dp:1,fsdp:8,tp:1"
@@ -135,7 +157,8 @@ def test_the_command_says_mesh_tokens_and_what_it_measured(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("", "the file is empty or only white space"), ('{"text": ""}', "has no token to score")]
+    ("content", "message"),
+    [("", "the file is empty or only white space"), ('{"text": ""}', "has no token to score")],
 )
 def test_a_text_with_nothing_to_score_is_an_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str

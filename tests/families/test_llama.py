@@ -62,7 +62,9 @@ def test_biases_and_tying_are_read() -> None:
 
 def test_tying_said_inside_text_config_alone_counts_and_the_outer_word_goes_first() -> None:
     assert config_from_hf(hf(text_config={"tie_word_embeddings": True})).tie_embeddings
-    assert not config_from_hf(hf(tie_word_embeddings=False, text_config={"tie_word_embeddings": True})).tie_embeddings
+    assert not config_from_hf(
+        hf(tie_word_embeddings=False, text_config={"tie_word_embeddings": True})
+    ).tie_embeddings
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,9 @@ def test_every_spelling_of_rotary_settings_is_read(keys: dict[str, Any], rope: R
     assert config_from_hf(hf(**keys)).rope == rope
 
 
-@pytest.mark.parametrize("rope", [RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64), RopeConfig("linear", 1e4, 2.0)])
+@pytest.mark.parametrize(
+    "rope", [RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64), RopeConfig("linear", 1e4, 2.0)]
+)
 def test_exported_rotary_settings_are_in_both_spellings_and_agree(rope: RopeConfig) -> None:
     out = config_to_hf(replace(config_from_hf(hf()), rope=rope))
     assert out["rope_theta"] == rope.theta
@@ -101,14 +105,23 @@ def test_exported_rotary_settings_are_in_both_spellings_and_agree(rope: RopeConf
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported; supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope type 'yarn' is not supported; supported",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rotary keys ['beta']"),
         ({"rope_scaling": {"rope_type": "linear"}}, "has no 'factor'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rotary factor is 0.0"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor 1.0 must be above 0 and below"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+            "low_freq_factor 1.0 must be above 0 and below",
+        ),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"rope_theta": "big"}, "rope_theta is 'big'; expected float"),
-        ({"rope_theta": 2.0, "rope_parameters": {"rope_theta": 3.0}}, "2.0 and rope_parameters.rope_theta 3.0"),
+        (
+            {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 3.0}},
+            "2.0 and rope_parameters.rope_theta 3.0",
+        ),
         ({"vocab_size": ...}, "no 'vocab_size'"),
         ({"hidden_size": 48.0}, "hidden_size is 48.0; expected int"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
@@ -132,7 +145,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], wor
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"activation": "relu"}, {"qkv_bias": True}, {"attention_out_bias": True}])
+@pytest.mark.parametrize(
+    "changes", [{"activation": "relu"}, {"qkv_bias": True}, {"attention_out_bias": True}]
+)
 def test_a_model_that_a_llama_config_cannot_describe_is_not_written_as_one(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a llama config.json cannot say"):
         config_to_hf(replace(config_from_hf(hf()), **changes))

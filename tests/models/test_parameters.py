@@ -35,7 +35,9 @@ def trimmed(plan: Plan, params: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 5, 1), (2, 2, 2)])
-def test_a_fresh_draw_is_bitwise_the_same_on_every_mesh_and_lies_as_planned(sizes: tuple[int, int, int]) -> None:
+def test_a_fresh_draw_is_bitwise_the_same_on_every_mesh_and_lies_as_planned(
+    sizes: tuple[int, int, int],
+) -> None:
     plan_one, _, one = draw(1, 1, 1)
     plan, mesh, other = draw(*sizes)
     want, got = trimmed(plan_one, one), trimmed(plan, other)
@@ -55,7 +57,9 @@ def test_matrices_are_normal_of_the_configured_spread_scales_one_and_biases_zero
             assert abs(value.std() / 0.5 - 1) < error and abs(value.mean()) < 0.5 * 2 * error, param.path
         else:
             assert (value == (1 if param.path.endswith("scale") else 0)).all(), param.path
-    assert {path for path in plan.paths if path.endswith("scale")} == {p for p in plan.paths if plan[p].init == "ones"}
+    assert {path for path in plan.paths if path.endswith("scale")} == {
+        p for p in plan.paths if plan[p].init == "ones"
+    }
 
 
 def test_another_seed_and_another_path_draw_other_numbers() -> None:

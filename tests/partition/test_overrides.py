@@ -14,7 +14,14 @@ from shardwise.partition.plan import Plan
 from shardwise.partition.rules import Override
 
 CONFIG = ModelConfig(
-    vocab_size=101, embed_dim=48, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=8, mlp_dim=90, max_position=64
+    vocab_size=101,
+    embed_dim=48,
+    num_layers=2,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=8,
+    mlp_dim=90,
+    max_position=64,
 )
 
 
@@ -37,7 +44,9 @@ def plan(*texts: str, fsdp: int = 2, tp: int = 2) -> Plan:
         ("(?P<x>gate|up)_proj=tp,None", "(?P<x>gate|up)_proj", (("tp",), ())),
     ],
 )
-def test_every_documented_spelling_is_read(text: str, pattern: str, spec: tuple[tuple[str, ...], ...]) -> None:
+def test_every_documented_spelling_is_read(
+    text: str, pattern: str, spec: tuple[tuple[str, ...], ...]
+) -> None:
     override = Override.parse(text)
     assert (override.pattern, override.spec, override.text) == (pattern, spec, text)
 
@@ -77,7 +86,9 @@ def test_an_override_decides_what_its_pattern_finds_anywhere_in_the_path_and_not
 def test_the_layers_dim_may_be_left_out_or_given_as_none() -> None:
     assert plan("up_proj=fsdp,tp")["layers/mlp/up_proj/kernel"].spec == ((), ("fsdp",), ("tp",))
     assert plan("up_proj=None,fsdp,tp")["layers/mlp/up_proj/kernel"].spec == ((), ("fsdp",), ("tp",))
-    with pytest.raises(ConfigError, match=r"cuts the layers of layers/mlp/up_proj/kernel.*another dim \(mlp, embed\)"):
+    with pytest.raises(
+        ConfigError, match=r"cuts the layers of layers/mlp/up_proj/kernel.*another dim \(mlp, embed\)"
+    ):
         plan("up_proj=fsdp,None,tp")
 
 
@@ -101,7 +112,9 @@ def test_dims_that_no_rule_cuts_can_be_cut() -> None:
 
 
 def test_an_override_that_matches_nothing_is_refused_with_the_nearest_path() -> None:
-    with pytest.raises(ConfigError, match="'mlp/w_down=tp,fsdp' matches no parameter; nearest path: layers/mlp/down"):
+    with pytest.raises(
+        ConfigError, match="'mlp/w_down=tp,fsdp' matches no parameter; nearest path: layers/mlp/down"
+    ):
         plan("mlp/w_down=tp,fsdp")
 
 
@@ -112,7 +125,9 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_path() -> 
         ("mlp/up_proj=None,None", "mlp/up_proj=None,None"),
     ],
 )
-def test_an_override_behind_others_that_match_all_of_its_parameters_is_refused(texts: tuple[str, ...]) -> None:
+def test_an_override_behind_others_that_match_all_of_its_parameters_is_refused(
+    texts: tuple[str, ...],
+) -> None:
     with pytest.raises(ConfigError, match="'mlp/up_proj=None,None' decides nothing: earlier overrides"):
         plan(*texts)
 
@@ -136,5 +151,7 @@ def test_an_override_of_the_wrong_rank_is_refused_with_the_dims_that_there_are(t
 def test_an_override_whose_axes_do_not_divide_the_dim_is_refused_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match="tp = 5 does not divide dim embed of embed/table, which is 48"):
         plan("embed/table=None,tp", tp=5)
-    with pytest.raises(ConfigError, match="fsdp×tp = 32 does not divide dim embed of embed/table, which is 48"):
+    with pytest.raises(
+        ConfigError, match="fsdp×tp = 32 does not divide dim embed of embed/table, which is 48"
+    ):
         plan("embed/table=None,(fsdp,tp)", fsdp=8, tp=4)

@@ -36,7 +36,9 @@ def numbered(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
 
 
 @given(KV_HEADS, Q_PER_KV, TP)
-def test_tp_divides_the_slots_and_as_many_places_are_valid_as_there_are_heads(k: int, g: int, tp: int) -> None:
+def test_tp_divides_the_slots_and_as_many_places_are_valid_as_there_are_heads(
+    k: int, g: int, tp: int
+) -> None:
     slots = HeadSlots.choose(k, g, tp)
     assert slots.slots % tp == 0
     assert slots.valid.shape == (slots.slots, slots.group)
@@ -73,7 +75,9 @@ def test_trimming_undoes_padding_and_nothing_but_zeros_is_added(
 
 
 @given(KV_HEADS, Q_PER_KV, TP, st.integers(0, 2), st.integers(0, 2))
-def test_trimming_undoes_padding_to_a_larger_stored_shape(k: int, g: int, tp: int, more: int, wider: int) -> None:
+def test_trimming_undoes_padding_to_a_larger_stored_shape(
+    k: int, g: int, tp: int, more: int, wider: int
+) -> None:
     padding = Padding.choose(config(k, g), tp)
     true = numbered(padding.true_shape(QUERY))
     slots, group, *rest = padding.use_shape(QUERY)
@@ -88,7 +92,9 @@ def test_mlp_and_vocab_are_padded_at_the_end_to_the_least_multiple(mlp: int, voc
     padding = Padding.choose(config(1, 1, mlp=mlp, vocab=vocab), tp)
     true = numbered((mlp, vocab))
     padded = padding.pad(true, ("mlp", "vocab"))
-    assert all(size % tp == 0 and size - tp < part for size, part in zip(padded.shape, (mlp, vocab), strict=True))
+    assert all(
+        size % tp == 0 and size - tp < part for size, part in zip(padded.shape, (mlp, vocab), strict=True)
+    )
     np.testing.assert_array_equal(padded[:mlp, :vocab], true)
     assert padded.sum() == true.sum()
 
@@ -148,7 +154,12 @@ def test_where_tp_divides_the_kv_heads_nothing_is_padded_or_repeated(k: int, g: 
     ("heads", "kv_heads", "tp", "want"),
     [
         # (slots, query heads a slot, stored kv heads), worked out by hand
-        (9, 3, 2, (4, 3, 4)),  # a fourth kv group of padding: 4·(3+1) = 16; three halves repeated: 6·(2+1) = 18
+        (
+            9,
+            3,
+            2,
+            (4, 3, 4),
+        ),  # a fourth kv group of padding: 4·(3+1) = 16; three halves repeated: 6·(2+1) = 18
         (9, 3, 4, (4, 3, 4)),
         (8, 2, 4, (4, 2, 2)),  # each kv head on two devices, no padding
         (8, 1, 8, (8, 1, 1)),

@@ -124,10 +124,19 @@ def test_fsdp_that_does_not_divide_embed_cuts_another_dim_and_embed_is_never_pad
     assert made["layers/mlp/up_proj/kernel"].spec == ((), ("tp", "fsdp"), ())
     assert "fsdp 5 does not divide embed 48: cuts mlp 90 instead" in notes(made, "layers/mlp/up_proj/kernel")
     assert all(
-        size == 48 for d in made.decisions for axis, size in zip(d.axes, d.shape, strict=True) if axis == "embed"
+        size == 48
+        for d in made.decisions
+        for axis, size in zip(d.axes, d.shape, strict=True)
+        if axis == "embed"
     )
     # A free dim is preferred to one that tp cuts already.
-    assert plan(fsdp=4, tp=3, embed_dim=45)["layers/attn/q_proj/kernel"].spec == ((), ("tp",), (), ("fsdp",), ())
+    assert plan(fsdp=4, tp=3, embed_dim=45)["layers/attn/q_proj/kernel"].spec == (
+        (),
+        ("tp",),
+        (),
+        ("fsdp",),
+        (),
+    )
 
 
 def test_where_no_dim_is_divided_by_fsdp_the_cheapest_one_is_stored_padded() -> None:
@@ -144,7 +153,9 @@ def test_where_no_dim_is_divided_by_fsdp_the_cheapest_one_is_stored_padded() -> 
 
 
 def test_a_logical_axis_without_a_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no rule for logical axis 'experts'; rules exist for batch, length"):
+    with pytest.raises(
+        ConfigError, match="no rule for logical axis 'experts'; rules exist for batch, length"
+    ):
         make_plan(config(), [ParamSpec("moe/kernel", ("experts", "embed"), "normal")], MeshSpec())
     without = Rules(tuple(row for row in Rules().table if row[0] != "mlp"))
     with pytest.raises(ConfigError, match="no rule for logical axis 'mlp'"):
@@ -205,7 +216,9 @@ def test_the_batch_is_split_over_dp_and_fsdp() -> None:
 
 
 def test_specs_become_jax_shardings() -> None:
-    assert partition_spec(((), ("tp",), ("dp", "fsdp"))) == jax.sharding.PartitionSpec(None, "tp", ("dp", "fsdp"))
+    assert partition_spec(((), ("tp",), ("dp", "fsdp"))) == jax.sharding.PartitionSpec(
+        None, "tp", ("dp", "fsdp")
+    )
     mesh = jax.sharding.Mesh([[[jax.devices()[0]]]], ("dp", "fsdp", "tp"))
     made = plan()
     assert made.shardings(mesh) == {d.path: named_sharding(mesh, d.spec) for d in made.decisions}
@@ -220,7 +233,9 @@ def test_every_preset_can_be_planned_with_a_decision_for_each_parameter(
     made = plan_model(found, MeshSpec(*sizes))
     assert set(made.paths) == {param.path for param in declared_params(found)}
     assert made.padding == Padding.choose(found, sizes[2])
-    assert all(d.shape == made.padding.use_shape(d.axes) or "stored as" in "; ".join(d.notes) for d in made.decisions)
+    assert all(
+        d.shape == made.padding.use_shape(d.axes) or "stored as" in "; ".join(d.notes) for d in made.decisions
+    )
     assert made.padding.vocab == round_up(found.vocab_size, sizes[2])
 
 

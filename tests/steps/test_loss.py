@@ -92,7 +92,9 @@ def loss_and_gradients(place: Placement, z_loss: float = Z_LOSS) -> Callable[...
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
 
 
-def in_chunks_of(monkeypatch: pytest.MonkeyPatch, place: Placement, rows: int, positions: int, length: int) -> None:
+def in_chunks_of(
+    monkeypatch: pytest.MonkeyPatch, place: Placement, rows: int, positions: int, length: int
+) -> None:
     """Make the loss take `positions` at a time on this mesh."""
     local, vocab = rows // place.plan.batch_multiple(), place.plan.padding.vocab // place.plan.mesh.tp
     monkeypatch.setattr(loss, "CHUNK_BYTES", local * vocab * 4 * positions)
@@ -111,14 +113,19 @@ def test_loss_and_gradients_equal_float64_with_z_loss_weights_padding_and_a_padd
     rows = 2 * place.plan.batch_multiple()
     in_chunks_of(monkeypatch, place, rows, 3, LENGTH)  # 3 + 3 + 1 and two positions of filling
     step = loss_and_gradients(place)
-    for scale in (1.0, 60.0):  # logits up to about ±1000, whose powers overflow unless the greatest is taken off
+    for scale in (
+        1.0,
+        60.0,
+    ):  # logits up to about ±1000, whose powers overflow unless the greatest is taken off
         given = inputs(rows, scale)
         want = reference(given)
         value, (d_hidden, d_head) = step(*put(place, given))
         d = place.plan[HEAD]
         true = place.plan.padding.trim(np.asarray(d_head), d.axes)
         np.testing.assert_allclose(value, want["loss"], rtol=TOLERANCE)
-        np.testing.assert_allclose(d_hidden, want["d_hidden"], atol=TOLERANCE * np.abs(want["d_hidden"]).max())
+        np.testing.assert_allclose(
+            d_hidden, want["d_hidden"], atol=TOLERANCE * np.abs(want["d_hidden"]).max()
+        )
         np.testing.assert_allclose(true, want["d_head"], atol=TOLERANCE * np.abs(want["d_head"]).max())
         np.testing.assert_array_equal(np.asarray(d_head), place.plan.padding.pad(true, d.axes, d.shape))
         assert d_head.sharding.is_equivalent_to(place.plan.sharding(place.mesh, HEAD), 2)
@@ -152,14 +159,18 @@ def test_bfloat16_inputs_are_summed_in_float32() -> None:
     place = placement(1, 1, 1, dtype="bfloat16")
     given = inputs(2)
     narrow = {n: (a.astype(jnp.bfloat16) if n in ("hidden", "head") else a) for n, a in given.items()}
-    want = reference({n: np.asarray(a, np.float64) if a.dtype == jnp.bfloat16 else a for n, a in narrow.items()})
+    want = reference(
+        {n: np.asarray(a, np.float64) if a.dtype == jnp.bfloat16 else a for n, a in narrow.items()}
+    )
     value, (d_hidden, d_head) = loss_and_gradients(place)(*put(place, narrow))
     # A product of two bfloat16 is exact in float32, so the loss is as good as before;
     np.testing.assert_allclose(value, want["loss"], rtol=TOLERANCE)
     # the slopes are rounded to bfloat16 (2⁻⁹) before they are multiplied, and the result once more.
     assert d_hidden.dtype == d_head.dtype == jnp.bfloat16
     for got, name in ((d_hidden, "d_hidden"), (d_head, "d_head")):
-        np.testing.assert_allclose(np.asarray(got, np.float64), want[name], atol=3 * 2**-9 * np.abs(want[name]).max())
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want[name], atol=3 * 2**-9 * np.abs(want[name]).max()
+        )
 
 
 def largest_buffer(compiled: str) -> int:
@@ -191,7 +202,9 @@ def test_logits_are_held_for_one_chunk_of_tokens_and_one_shard_of_the_vocabulary
 
 
 @given(st.integers(1, 64), st.integers(1, 5000), st.integers(1, 200_000), st.sampled_from([4, 8]))
-def test_chunks_cover_the_length_evenly_and_stay_below_the_limit(rows: int, length: int, vocab: int, size: int) -> None:
+def test_chunks_cover_the_length_evenly_and_stay_below_the_limit(
+    rows: int, length: int, vocab: int, size: int
+) -> None:
     step = chunk_length(rows, length, vocab, size)
     chunks = -(-length // step)
     assert 1 <= step <= length

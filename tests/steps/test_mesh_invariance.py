@@ -67,7 +67,9 @@ def _reference(config: ModelConfig, dtype: str, remat: str) -> dict[str, np.ndar
     return outputs(config, ONE, dtype, remat)
 
 
-def outputs(config: ModelConfig, mesh: tuple[int, int, int], dtype: str, remat: str = "none") -> dict[str, np.ndarray]:
+def outputs(
+    config: ModelConfig, mesh: tuple[int, int, int], dtype: str, remat: str = "none"
+) -> dict[str, np.ndarray]:
     """Logits, loss and gradients in their true shapes, and the largest absolute value found in padding."""
     plan = plan_model(config, MeshSpec(*mesh))
     device_mesh = build_mesh(plan.mesh, devices(mesh))
@@ -111,7 +113,9 @@ def _bias_noise(plan, params):
     return out
 
 
-def compare(config: ModelConfig, mesh: tuple[int, int, int], dtype: str, tolerance: float, remat: str = "none") -> None:
+def compare(
+    config: ModelConfig, mesh: tuple[int, int, int], dtype: str, tolerance: float, remat: str = "none"
+) -> None:
     want, got = _reference(config, dtype, remat), outputs(config, mesh, dtype, remat)
     assert want.keys() == got.keys()
     for name, value in want.items():
@@ -128,7 +132,9 @@ PAIRS = [(mesh, list(HEADS)[i % len(HEADS)]) for i, mesh in enumerate(MESHES)]
 @pytest.mark.parametrize(("mesh", "heads"), PAIRS)
 def test_float64_logits_loss_and_gradients_equal_one_device(mesh: tuple[int, int, int], heads: str) -> None:
     with jax.enable_x64(True):
-        compare(model(heads, tied=heads in ("6/2", "5/1"), biases=heads in ("9/3", "5/1")), mesh, "float64", 1e-9)
+        compare(
+            model(heads, tied=heads in ("6/2", "5/1"), biases=heads in ("9/3", "5/1")), mesh, "float64", 1e-9
+        )
 
 
 @pytest.mark.slow
@@ -149,7 +155,10 @@ def test_float32_stays_within_rounding_of_one_device(mesh: tuple[int, int, int])
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_recomputation_in_the_backward_pass_changes_nothing(remat: str) -> None:
     with jax.enable_x64(True):
-        want, got = outputs(model("9/3"), (1, 2, 2), "float64"), outputs(model("9/3"), (1, 2, 2), "float64", remat)
+        want, got = (
+            outputs(model("9/3"), (1, 2, 2), "float64"),
+            outputs(model("9/3"), (1, 2, 2), "float64", remat),
+        )
         for name in want:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-9, atol=1e-12)
 
@@ -173,7 +182,12 @@ def test_embedding_gradients_touch_only_rows_that_occur() -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow), pytest.param((1, 1, 7), marks=pytest.mark.slow)]
+    "mesh",
+    [
+        (1, 2, 2),
+        pytest.param((2, 2, 2), marks=pytest.mark.slow),
+        pytest.param((1, 1, 7), marks=pytest.mark.slow),
+    ],
 )
 def test_twenty_steps_follow_one_device_and_padding_never_moves(mesh: tuple[int, int, int]) -> None:
     config = model("9/3", biases=True)

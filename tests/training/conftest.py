@@ -1,4 +1,4 @@
-"""A tiny model, a little text, and `shardwise finetune` run in this process, so that tests share compiled steps."""
+"""A tiny model, a little text, and `shardwise finetune` in this process: tests share compiled steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny import read_metrics, write_jsonl, write_llama
 
 from shardwise.cli.main import main
-from tests.tiny import read_metrics, write_jsonl, write_llama
 
 # C319 asks for warm-up 3 and cosine to 0 over 10 steps; all tests keep to it, so that they share one program.
 COMMON = {
@@ -27,7 +27,7 @@ class Site:
     """For what a test writes."""
 
     def finetune(self, name: str, *flags: str, model: Path | None = None, **changes: Any) -> int:
-        """Run `shardwise finetune` into `<folder>/<name>`, with metrics in `<name>.jsonl`; returns the exit code.
+        """Run `shardwise finetune` into `<folder>/<name>`, metrics in `<name>.jsonl`; returns the exit code.
 
         Args:
             flags: more arguments.
@@ -37,7 +37,9 @@ class Site:
             "data": self.data, "out": self.folder / name, "metrics": self.folder / f"{name}.jsonl",
             **COMMON, **{key.replace("_", "-"): value for key, value in changes.items()},
         }  # fmt: skip
-        given = [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
+        given = [
+            word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))
+        ]
         return main(["finetune", str(model or self.model), *given, *flags])
 
     def steps(self, name: str) -> list[dict[str, Any]]:

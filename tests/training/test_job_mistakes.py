@@ -1,4 +1,4 @@
-"""A person's mistakes in a training command: one readable line, before weights are read or anything is compiled.
+"""A person's mistakes in a training command: one readable line, before weights are read or steps compiled.
 
 Not here: resuming with other options (test_jobs.py), parsing of flags (tests/cli).
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.tiny import SENTENCES, VOCAB, write_jsonl, write_llama, write_tokenizer
 
 from shardwise.steps.build import Step
 from shardwise.training import jobs
-from tests.tiny import SENTENCES, VOCAB, write_jsonl, write_llama, write_tokenizer
 
 from .conftest import Site
 
@@ -54,7 +54,9 @@ def test_an_existing_out_is_refused_and_not_touched(refused: Refused, site: Site
 
 
 @pytest.mark.parametrize("option", ["out", "metrics", "checkpoint_dir"])
-def test_a_place_that_cannot_be_written_is_found_before_training(refused: Refused, site: Site, option: str) -> None:
+def test_a_place_that_cannot_be_written_is_found_before_training(
+    refused: Refused, site: Site, option: str
+) -> None:
     file = site.folder / "file"
     file.write_text("")
     error = refused(**{option: file / "deeper" / "still"})
@@ -73,7 +75,10 @@ def test_a_length_above_the_models_context_is_refused(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"global_batch": 6}, "a global batch of 6 cannot be split over dp×fsdp = 4; it must be a multiple, such as 4 or 8"),
+        (
+            {"global_batch": 6},
+            "a global batch of 6 cannot be split over dp×fsdp = 4; it must be a multiple, such as 4 or 8",
+        ),
         ({"global_batch": 2}, "such as 4"),
         ({"global_batch": 8, "grad_accum_steps": 4}, "dp×fsdp = 4 times grad_accum_steps = 4"),
     ],
@@ -95,7 +100,9 @@ def test_a_broken_line_is_named_by_file_and_line(refused: Refused, site: Site) -
     assert f"{data}:3: not valid JSON" in refused(data=data)
 
 
-def test_with_skip_a_broken_line_is_left_out_and_named(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_skip_a_broken_line_is_left_out_and_named(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [json.dumps({"text": text}) for text in SENTENCES]
     data = site.folder / "broken.jsonl"
     data.write_text("\n".join([*lines[:6], '{"text": "cut', *lines[6:], "7", ""]))
@@ -115,7 +122,9 @@ def test_with_skip_a_broken_line_is_left_out_and_named(site: Site, capsys: pytes
         ("data.parquet", "PAR1", "convert it to .jsonl"),
     ],
 )
-def test_data_without_text_is_refused(refused: Refused, site: Site, name: str, content: str, message: str) -> None:
+def test_data_without_text_is_refused(
+    refused: Refused, site: Site, name: str, content: str, message: str
+) -> None:
     path = site.folder / name
     path.write_text(content)
     assert message in refused(data=path)
@@ -127,7 +136,9 @@ def test_held_out_data_without_a_token_are_refused(refused: Refused, site: Site)
     assert f"--eval-data: {path} has no token" in refused(eval_data=path)
 
 
-def test_a_typo_in_a_path_is_not_taken_for_the_name_of_a_model_on_the_hub(refused: Refused, site: Site) -> None:
+def test_a_typo_in_a_path_is_not_taken_for_the_name_of_a_model_on_the_hub(
+    refused: Refused, site: Site
+) -> None:
     error = refused(model=site.model.with_name("modle"))
     assert f"folder not found: {site.model.with_name('modle')}" in error
     assert f"--data: file not found: {site.folder / 'dta.jsonl'}" in refused(data=site.folder / "dta.jsonl")

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.tiny import SENTENCES, VOCAB, read_metrics, write_jsonl, write_llama
 
 import shardwise
 from shardwise.checkpoints import native
 from shardwise.data.packing import PackedDataset
 from shardwise.data.tokens import tokenize_documents
 from shardwise.training import jobs
-from tests.tiny import SENTENCES, VOCAB, read_metrics, write_jsonl, write_llama
 
 from .conftest import COMMON, Site
 
@@ -32,7 +32,9 @@ PEAK, WARMUP, STEPS = np.float32(COMMON["learning-rate"]), COMMON["warmup-steps"
 def straight(tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Ten steps without interruption, with held-out loss and checkpoints, as run `straight`."""
     site = Site(*tiny, tmp_path_factory.mktemp("straight"))
-    code = site.finetune("straight", eval_data=site.data, eval_every=4, checkpoint_dir=site.folder / "checkpoints")
+    code = site.finetune(
+        "straight", eval_data=site.data, eval_every=4, checkpoint_dir=site.folder / "checkpoints"
+    )
     assert code == 0
     return site
 
@@ -73,7 +75,10 @@ def test_the_written_weights_are_those_of_the_last_checkpoint(straight: Site) ->
     # Read the other way round, without our restore: as stored, trimmed to the true shape.
     stored = ocp.PyTreeCheckpointer().restore(found.path / "arrays")
     written = tensors(straight.folder / "straight")
-    for path, name in [("final_norm/scale", "model.norm.weight"), ("embed/table", "model.embed_tokens.weight")]:
+    for path, name in [
+        ("final_norm/scale", "model.norm.weight"),
+        ("embed/table", "model.embed_tokens.weight"),
+    ]:
         array = plan.padding.trim(np.asarray(stored["params." + path.replace("/", ".")]), plan[path].axes)
         assert array.tobytes() == written[name].tobytes()
 
@@ -83,7 +88,8 @@ def test_there_is_one_complete_record_for_each_step(straight: Site) -> None:
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
         assert record.keys() == {
-            "step", "loss", "trained_tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds",
+            "step", "loss", "trained_tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu",
+            "seconds",
         }  # fmt: skip
         assert 1 < record["loss"] < 10
         assert 0 < record["trained_tokens"] <= 8 * 16
@@ -95,7 +101,8 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine(straight: Site) -> 
     rates = [record["learning_rate"] for record in straight.steps("straight")]
     rise = [float(PEAK) * step / WARMUP for step in range(1, WARMUP + 1)]
     fall = [
-        float(PEAK) * 0.5 * (1 + math.cos(math.pi * step / (STEPS - WARMUP))) for step in range(STEPS - WARMUP)
+        float(PEAK) * 0.5 * (1 + math.cos(math.pi * step / (STEPS - WARMUP)))
+        for step in range(STEPS - WARMUP)
     ]
     # float32: one cosine (2 units in the last place near its zero) and three products.
     np.testing.assert_allclose(rates, rise + fall, rtol=1e-6, atol=float(PEAK) * 1e-6)
@@ -139,14 +146,16 @@ def stopped(tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     return site
 
 
-def test_resumed_on_another_mesh_the_losses_are_those_of_the_first(straight: Site, stopped: Site, site: Site) -> None:
+def test_resumed_on_another_mesh_the_losses_are_those_of_the_first(
+    straight: Site, stopped: Site, site: Site
+) -> None:
     folder = shutil.copytree(stopped.folder / "c", site.folder / "c")
     assert site.finetune("run", "--resume", checkpoint_dir=folder, mesh="2,2,2") == 0
     ours, theirs = site.steps("run"), straight.steps("straight")[5:]
     assert [record["step"] for record in ours] == [6, 7, 8, 9, 10]
     assert [r["learning_rate"] for r in ours] == [r["learning_rate"] for r in theirs]
-    # Another order of summation over at most 128 rows and 290 ids: 2⁻²⁴ · √290 ≈ 1e-6 of the loss at first. Adam
-    # divides by the root of squares, so that small gradients with another sign move weights by twice the rate.
+    # Another order of summation over at most 128 rows and 290 ids: 2⁻²⁴ · √290 ≈ 1e-6 of the loss at first.
+    # Adam divides by the root of squares: tiny gradients of another sign move weights by twice the rate.
     np.testing.assert_allclose([r["loss"] for r in ours], [r["loss"] for r in theirs], rtol=1e-4)
     np.testing.assert_allclose(ours[0]["loss"], theirs[0]["loss"], rtol=2e-6)
 

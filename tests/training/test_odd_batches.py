@@ -1,4 +1,4 @@
-"""Batches whose rows train unequal numbers of tokens, or none: the mean is over tokens, however rows are split.
+"""Batches whose rows train unequal numbers of tokens, or none: the mean is over tokens, in any split.
 
 Not here: random meshes and models (tests/steps) and how rows are packed (tests/data).
 """
@@ -29,11 +29,20 @@ from shardwise.training import jobs
 from .conftest import Site
 
 CONFIG = ModelConfig(
-    vocab_size=37, embed_dim=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, max_position=32
+    vocab_size=37,
+    embed_dim=16,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    max_position=32,
 )
 ROWS, LENGTH, Z_LOSS = 4, 16, 1e-2
 # Adam divides gradients by their size: eps above their rounding (1e-8) keeps near-zero ones from becoming ±1.
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=4, total_steps=10, max_grad_norm=0.5, adam_eps=1e-4)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, warmup_steps=4, total_steps=10, max_grad_norm=0.5, adam_eps=1e-4
+)
 
 SPLITS = {
     "4×1": ((1, 1, 1), 1),
@@ -63,9 +72,7 @@ class Outcome:
 def step_for(split: str, task: str = "train") -> Step:
     mesh, accumulation = SPLITS[split]
     plan = plan_model(CONFIG, MeshSpec(*mesh))
-    workload = Workload(
-        task, ROWS, LENGTH, grad_accum_steps=accumulation, z_loss=Z_LOSS, optimizer=OPTIMIZER
-    )  # type: ignore[arg-type]
+    workload = Workload(task, ROWS, LENGTH, grad_accum_steps=accumulation, z_loss=Z_LOSS, optimizer=OPTIMIZER)  # type: ignore[arg-type]
     return build_step(plan, workload, jax.devices()[: plan.mesh.num_devices])
 
 
@@ -115,7 +122,9 @@ def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = 1e-5) -> None
     assert ours.tokens == theirs.tokens
     assert ours.loss == pytest.approx(theirs.loss, abs=tolerance)
     assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=tolerance)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), ours.after, theirs.after)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), ours.after, theirs.after
+    )
 
 
 @lru_cache
@@ -126,7 +135,9 @@ def reference(*trained: int) -> Outcome:
 def mean_by_hand(batch: Arrays) -> float:
     """Σ weight · (NLL + z · log²Z) / Σ weight in float64, from the logits."""
     step = step_for("4×1", "logits")
-    logits = np.asarray(step(start(step_for("4×1")).params, put_rows(step.plan, step.mesh, batch)), np.float64)
+    logits = np.asarray(
+        step(start(step_for("4×1")).params, put_rows(step.plan, step.mesh, batch)), np.float64
+    )
     log_z = np.log(np.exp(logits).sum(-1))
     nll = log_z - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     weights = batch["weights"]
@@ -144,7 +155,9 @@ def test_the_loss_is_the_mean_over_trained_tokens_not_over_rows(trained: tuple[i
 
 @pytest.mark.parametrize("split", OTHERS)
 @pytest.mark.parametrize("trained", [(1, 3, 5, 7), (5, 0, 1, 0)])
-def test_loss_gradient_norm_and_update_do_not_depend_on_the_split(split: str, trained: tuple[int, ...]) -> None:
+def test_loss_gradient_norm_and_update_do_not_depend_on_the_split(
+    split: str, trained: tuple[int, ...]
+) -> None:
     assert_same(train(split, batch_with(*trained))[0], reference(*trained))
 
 
@@ -159,8 +172,12 @@ def test_rows_without_a_trained_token_are_as_good_as_absent(split: str) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("nothing", [(0, 0, 0, 0), (-1, -1, -1, -1)])
-def test_a_batch_without_a_trained_token_changes_nothing_but_the_step(split: str, nothing: tuple[int, ...]) -> None:
-    _, empty, later = train(split, batch_with(1, 3, 5, 7), batch_with(*nothing), batch_with(1, 3, 5, 7, seed=1))
+def test_a_batch_without_a_trained_token_changes_nothing_but_the_step(
+    split: str, nothing: tuple[int, ...]
+) -> None:
+    _, empty, later = train(
+        split, batch_with(1, 3, 5, 7), batch_with(*nothing), batch_with(1, 3, 5, 7, seed=1)
+    )
     assert (empty.tokens, empty.loss, empty.grad_norm) == (0, 0, 0)
     assert (empty.before.step, empty.after.step) == (1, 2)
     for before, after in zip(
@@ -174,7 +191,7 @@ def test_a_batch_without_a_trained_token_changes_nothing_but_the_step(split: str
 
 
 @pytest.mark.xfail(
-    reason="steps/train.py logs the rate of the step, but optax's own count, which sets it, rests on empty batches"
+    reason="steps/train.py logs the step's rate; optax's own count, which sets it, rests on empty batches"
 )
 def test_the_logged_learning_rate_is_the_applied_one_also_after_an_empty_batch() -> None:
     step = step_for("4×1")

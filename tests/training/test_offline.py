@@ -1,4 +1,4 @@
-"""Local paths need no network: training, evaluation, export and generation make no connection attempt (C603)."""
+"""Local paths need no network: training, evaluation, export and generation connect to nothing (C603)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.tiny import read_metrics, write_jsonl, write_llama
 
 from shardwise.cli import main as main_module
-from tests.tiny import read_metrics, write_jsonl, write_llama
 
 # Runs command lines in a process where every way out is refused and noted.
 WORKER = """
@@ -39,9 +39,14 @@ print("RESULT", json.dumps({"codes": codes, "attempts": attempts, "hub": "huggin
 
 
 def run_without_network(cwd: Path, *commands: list[str]) -> tuple[list[int], list[str], str]:
-    """Exit codes, connection attempts and all output of command lines run in one process, in the folder `cwd`."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
-    environment |= {"PYTHONPATH": str(Path(main_module.__file__).parents[2]), "HF_HOME": str(cwd / "empty cache")}
+    """Exit codes, connection attempts and all output of command lines run in one process, in `cwd`."""
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))
+    }
+    environment |= {
+        "PYTHONPATH": str(Path(main_module.__file__).parents[2]),
+        "HF_HOME": str(cwd / "empty cache"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", WORKER, json.dumps(commands)],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -60,8 +65,10 @@ def test_training_evaluation_export_and_generation_make_no_connection_attempt(tm
     model, data = "Dossier été 模型/mon modèle", "./Dossier été 模型/Wörter.jsonl"  # relative
     tuned, exported = "Dossier été 模型/neu trainiert", str(folder / "export ✓")
     finetune = [
-        "finetune", model, "--data", data, "--length", "16", "--global-batch", "2", "--steps", "2", "--out", tuned,
-        "--checkpoint-dir", "Dossier été 模型/états", "--metrics", "Dossier été 模型/mesures.jsonl", "--eval-data", data,
+        "finetune", model, "--data", data, "--length", "16", "--global-batch", "2", "--steps", "2",
+        "--out", tuned, "--checkpoint-dir", "Dossier été 模型/états",
+        "--metrics", "Dossier été 模型/mesures.jsonl",
+        "--eval-data", data,
     ]  # fmt: skip
     codes, attempts, output = run_without_network(
         tmp_path,

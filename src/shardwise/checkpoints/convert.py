@@ -19,5 +19,7 @@ def run(options: ConvertOptions) -> int:
     mesh = options.mesh or "dp:1,fsdp:-1,tp:1"
     model = load(options.model, mesh=mesh, overrides=options.override)
     model.export(options.out, dtype)
-    print(f"wrote {options.out}: {model.config.family}, {len(model.params):,} arrays, {dtype or 'dtypes kept'}")
+    print(
+        f"wrote {options.out}: {model.config.family}, {len(model.params):,} arrays, {dtype or 'dtypes kept'}"
+    )
     return 0

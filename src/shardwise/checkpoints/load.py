@@ -173,7 +173,9 @@ def _fill(plan: Plan, axes: Sequence[str], out: np.ndarray, ranges, source: _Sou
         ({}, {})
     ]  # true ranges, offsets in `out`
     for axis, (start, stop) in zip(axes, ranges, strict=True):
-        if axis == "heads" and plan.padding.heads.repeat > 1:  # else a slot is a kv head, and one block takes all
+        if (
+            axis == "heads" and plan.padding.heads.repeat > 1
+        ):  # else a slot is a kv head, and one block takes all
             at = list(axes).index("q_per_kv")
             blocks = [_query_block(*run, start, ranges[at]) for run in plan.padding.heads.runs(start, stop)]
             blocks = [block for block in blocks if block[0]["q_per_kv"][0] < block[0]["q_per_kv"][1]]

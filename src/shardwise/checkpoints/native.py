@@ -199,7 +199,9 @@ def _repadder(
     return jax.jit(convert, out_shardings=sharding)
 
 
-def _reading(mesh: jax.sharding.Mesh, want: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+def _reading(
+    mesh: jax.sharding.Mesh, want: jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> jax.sharding.NamedSharding:
     """A sharding for an array as stored: the wanted one, or, for another padding, whatever divides it."""
     if shape == want.shape:
         return want.sharding
@@ -227,7 +229,9 @@ def _owners(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """Name of each leaf → path of the parameter that it follows."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     keys = {
-        _name(path): next((k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in plan), None)
+        _name(path): next(
+            (k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in plan), None
+        )
         for path, _ in leaves
     }
     return keys

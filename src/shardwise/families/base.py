@@ -78,14 +78,20 @@ def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
     outer = optional(hf, "rope_theta", 10000.0)
     theta = optional(scaling, "rope_theta", outer)
     if parameters and hf.get("rope_theta") is not None and outer != theta:
-        raise ConfigError(f"config.json: rope_theta {outer} and rope_parameters.rope_theta {theta} disagree; keep one")
+        raise ConfigError(
+            f"config.json: rope_theta {outer} and rope_parameters.rope_theta {theta} disagree; keep one"
+        )
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
     known = {"rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"}
     unknown = set(scaling) - known - {"original_max_position_embeddings"}
     if unknown:
-        raise ConfigError(f"config.json: rotary keys {sorted(unknown)} are not supported for rope type {kind!r}")
+        raise ConfigError(
+            f"config.json: rotary keys {sorted(unknown)} are not supported for rope type {kind!r}"
+        )
     if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
+        raise ConfigError(
+            f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3"
+        )
     if theta <= 0:
         raise ConfigError(f"config.json: rope_theta is {theta}; it must be above 0")
     if kind == "default":
@@ -97,7 +103,9 @@ def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
         return RopeConfig(kind="linear", theta=theta, factor=factor)
     low, high = require(scaling, "low_freq_factor", float), require(scaling, "high_freq_factor", float)
     if not 0 < low < high:
-        raise ConfigError(f"config.json: low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
+        raise ConfigError(
+            f"config.json: low_freq_factor {low} must be above 0 and below high_freq_factor {high}"
+        )
     original = optional(scaling, "original_max_position_embeddings", max_position)
     return RopeConfig("llama3", theta, factor, low, high, original)
 

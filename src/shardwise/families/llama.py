@@ -45,7 +45,9 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     head_dim = hf.get("head_dim")
     if head_dim is None:
         if heads < 1 or embed_dim % heads:
-            raise ConfigError(f"config.json: hidden_size {embed_dim} is no multiple of num_attention_heads {heads}")
+            raise ConfigError(
+                f"config.json: hidden_size {embed_dim} is no multiple of num_attention_heads {heads}"
+            )
         head_dim = embed_dim // heads
     kv_heads = hf.get("num_key_value_heads")
     max_position = optional(hf, "max_position_embeddings", 2048)

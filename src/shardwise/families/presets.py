@@ -19,7 +19,9 @@ _LLAMA3_1 = {
 }
 
 
-def _llama(vocab: int, embed: int, layers: int, heads: int, kv: int, mlp: int, context: int, **more: Any) -> dict[str, Any]:
+def _llama(
+    vocab: int, embed: int, layers: int, heads: int, kv: int, mlp: int, context: int, **more: Any
+) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": embed,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,

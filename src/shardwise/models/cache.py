@@ -43,7 +43,9 @@ def cache_shape(place: Placement, batch: int, capacity: int) -> KVCache:
     rules = place.plan.rules
     spec = tuple(rules.mesh_axes(axis) for axis in CACHE_AXES)
     array = jax.ShapeDtypeStruct(
-        (batch, capacity, slots, config.head_dim), place.compute_dtype, sharding=named_sharding(place.mesh, spec)
+        (batch, capacity, slots, config.head_dim),
+        place.compute_dtype,
+        sharding=named_sharding(place.mesh, spec),
     )
     lengths = jax.ShapeDtypeStruct(
         (batch,), jnp.int32, sharding=named_sharding(place.mesh, (rules.mesh_axes("batch"),))

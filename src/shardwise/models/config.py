@@ -80,14 +80,18 @@ class ModelConfig:
         for name in (*sizes, "max_position"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"model config: {name} is {value!r}; it must be a whole number of at least 1")
+                raise ConfigError(
+                    f"model config: {name} is {value!r}; it must be a whole number of at least 1"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads;"
                 " the first must be a multiple of the second"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one")
+            raise ConfigError(
+                f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one"
+            )
 
     @property
     def q_per_kv(self) -> int:

@@ -30,7 +30,8 @@ def declared_params(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Every parameter of the model, from shapes alone."""
     _, flat = _template(config, Padding.none(config), True)
     return tuple(
-        ParamSpec("/".join(path), tuple(v.get_metadata("out_sharding")), v.get_metadata("init")) for path, v in flat
+        ParamSpec("/".join(path), tuple(v.get_metadata("out_sharding")), v.get_metadata("init"))
+        for path, v in flat
     )
 
 
@@ -85,7 +86,9 @@ def init_params(plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype
     return {d.path: _init_one(plan, mesh, d, key, jnp.dtype(dtype)) for d in plan.decisions}
 
 
-def _init_one(plan: Plan, mesh: jax.sharding.Mesh, d: Decision, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _init_one(
+    plan: Plan, mesh: jax.sharding.Mesh, d: Decision, key: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     sharding = named_sharding(mesh, d.spec)
     if d.init == "normal":
         draw = _drawer(d.axes, d.shape, plan.padding, sharding, plan.config.initializer_range, dtype)

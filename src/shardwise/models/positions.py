@@ -28,14 +28,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
-        turns = rope.original_max_position * frequencies / (2 * math.pi)  # full turns within the original context
+        turns = (
+            rope.original_max_position * frequencies / (2 * math.pi)
+        )  # full turns within the original context
         span = rope.high_freq_factor - rope.low_freq_factor
         keep = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
         return frequencies * (keep + (1.0 - keep) / rope.factor)
     return frequencies
 
 
-def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def rotation(
+    rope: RopeConfig, head_dim: int, positions: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of every position.
 
     Args:

@@ -43,7 +43,9 @@ class Declare:
     def param(self, *axes: str, init: str = "normal") -> nnx.Param:
         """A parameter with these logical axes (behind `layers` where layers are stacked), not yet drawn."""
         axes = ("layers", *axes) if self.stacked else axes
-        return nnx.Param(jnp.zeros(self.padding.use_shape(axes)), out_sharding=axes, eager_sharding=False, init=init)
+        return nnx.Param(
+            jnp.zeros(self.padding.use_shape(axes)), out_sharding=axes, eager_sharding=False, init=init
+        )
 
 
 class RMSNorm(nnx.Module):
@@ -69,7 +71,9 @@ class Linear(nnx.Module):
         bias_axes = ("vector",) if outputs == ("embed",) else outputs
         self.bias = declare.param(*bias_axes, init="zeros") if bias else None
 
-    def __call__(self, place: Placement, x: jax.Array, *out_axes: str, repeat: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, place: Placement, x: jax.Array, *out_axes: str, repeat: jax.Array | None = None
+    ) -> jax.Array:
         """Project `x` [B, T, inputs…] to [B, T, outputs…], laid out as `out_axes` say.
 
         Args:
@@ -229,7 +233,9 @@ class Transformer(nnx.Module):
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = cache.lengths[:, None] + offset
         x, turn = self._enter(place, tokens, positions)
-        slots = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (tokens.shape[0], cache.capacity))
+        slots = jnp.broadcast_to(
+            jnp.arange(cache.capacity, dtype=jnp.int32), (tokens.shape[0], cache.capacity)
+        )
         visible = Visibility(positions, jnp.ones_like(positions), slots, jnp.ones_like(slots))
         keys, values = [], []
         for block, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
@@ -262,4 +268,6 @@ def _remat(body, remat: Remat):
         return body
     policies = jax.checkpoint_policies
     policy = {"dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # inside a scan nothing can be merged anyway
+    return jax.checkpoint(
+        body, policy=policy, prevent_cse=False
+    )  # inside a scan nothing can be merged anyway

@@ -58,16 +58,24 @@ class MeshSpec:
                 raise MeshError(f"mesh {text!r} cannot be read at {':'.join(item)!r}; {_FORMS}")
             axis, number = _ALIASES.get(item[0].strip(), item[0].strip()), item[1].strip()
             if axis not in AXES:
-                raise MeshError(f"mesh {text!r}: unknown axis {axis!r}; the axes are dp, fsdp, tp (or mp for tp)")
+                raise MeshError(
+                    f"mesh {text!r}: unknown axis {axis!r}; the axes are dp, fsdp, tp (or mp for tp)"
+                )
             if axis in sizes:
                 raise MeshError(f"mesh {text!r} gives axis {axis!r} twice")
             if not re.fullmatch(r"-?[0-9]+", number):
-                raise MeshError(f"mesh {text!r}: the size of {axis} is {number!r}, not a whole number; {_FORMS}")
+                raise MeshError(
+                    f"mesh {text!r}: the size of {axis} is {number!r}, not a whole number; {_FORMS}"
+                )
             sizes[axis] = int(number)
             if sizes[axis] < 1 and sizes[axis] != -1:
-                raise MeshError(f"mesh {text!r}: the size of {axis} is {number}; dp, fsdp, tp must be -1 or at least 1")
+                raise MeshError(
+                    f"mesh {text!r}: the size of {axis} is {number}; dp, fsdp, tp must be -1 or at least 1"
+                )
         if list(sizes.values()).count(-1) > 1:
-            raise MeshError(f"mesh {text!r} has more than one -1 (dp, fsdp, tp); only one size can be inferred")
+            raise MeshError(
+                f"mesh {text!r} has more than one -1 (dp, fsdp, tp); only one size can be inferred"
+            )
         return cls(**sizes, split_physical=split)
 
     @property
@@ -111,7 +119,9 @@ class MeshSpec:
         nearest = " or ".join(str(mesh) for mesh in _nearest(sizes, num_devices))
         # With a -1 the most of these devices that it can take. Nobody with too many accelerators wants fake ones.
         count = max(known, num_devices // known * known) if -1 in self.sizes.values() else known
-        fake = f"; for fake devices give --devices cpu:{count}" if kind == "cpu" or count > num_devices else ""
+        fake = (
+            f"; for fake devices give --devices cpu:{count}" if kind == "cpu" or count > num_devices else ""
+        )
         raise MeshError(f"mesh {self} {need}, but there are {have}; meshes that fit: {nearest}{fake}")
 
     def __str__(self) -> str:

@@ -54,7 +54,8 @@ class HeadSlots:
     def choose(cls, kv_heads: int, q_per_kv: int, tp: int) -> HeadSlots:
         """The layout with the least work per device: query heads and kv heads cost the same two matrices each."""
         candidates = [
-            cls(kv_heads, q_per_kv, repeat, round_up(kv_heads * repeat, tp)) for repeat in range(1, q_per_kv + 1)
+            cls(kv_heads, q_per_kv, repeat, round_up(kv_heads * repeat, tp))
+            for repeat in range(1, q_per_kv + 1)
         ]
         return min(candidates, key=lambda c: (c.slots * c.group + c.slots, c.repeat))
 

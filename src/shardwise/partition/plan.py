@@ -172,9 +172,13 @@ def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Pa
     twice = next((axis for axis in flat if flat.count(axis) > 1), None)
     if twice:
         names = [axis for axis, mesh_axes in zip(axes, wanted, strict=True) if twice in mesh_axes]
-        raise ConfigError(f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one")
+        raise ConfigError(
+            f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one"
+        )
     if axes[0] == "layers" and wanted[0]:
-        raise ConfigError(f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim")
+        raise ConfigError(
+            f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim"
+        )
     notes = _padding_notes(axes, mesh, padding)
     spec: list[tuple[str, ...]] = []
     shape = list(use_shape)
@@ -191,7 +195,10 @@ def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Pa
         spec.append(kept)
     if "fsdp" in flat:
         notes += _place_fsdp(axes, spec, shape, wanted, mesh)
-    by = ", ".join(f"{a}→{'+'.join(m)}" for a, m in zip(axes, wanted, strict=True) if m) or "whole (no axis cuts it)"
+    by = (
+        ", ".join(f"{a}→{'+'.join(m)}" for a, m in zip(axes, wanted, strict=True) if m)
+        or "whole (no axis cuts it)"
+    )
     return Decision(
         param.path, axes, param.init, padding.true_shape(axes), use_shape, tuple(shape), tuple(spec), f"rules {by}",
         tuple(notes),
@@ -274,7 +281,9 @@ def _padding_notes(axes: Sequence[str], mesh: MeshSpec, padding: Padding) -> lis
         how = f"{heads.slots} slots of {heads.group}"
         if heads.repeat == 1:
             how = f"{heads.slots} kv groups of {heads.group}"
-        notes.append(f"{tp} does not divide {real} heads in {heads.kv_heads} kv groups: padded to {how}, masked")
+        notes.append(
+            f"{tp} does not divide {real} heads in {heads.kv_heads} kv groups: padded to {how}, masked"
+        )
     if "kv_heads" in axes and heads.repeat > 1:
         times = f"{heads.repeat}×"
         notes.append(f"{tp} does not divide {heads.kv_heads} kv heads: held once, repeated {times} at use")
@@ -282,7 +291,9 @@ def _padding_notes(axes: Sequence[str], mesh: MeshSpec, padding: Padding) -> lis
         notes.append(f"{tp} does not divide {heads.kv_heads} kv heads: padded to {heads.slots}")
     for axis in ("mlp", "vocab"):
         if axis in axes and padding.physical[axis] != padding.true[axis]:
-            notes.append(f"{tp} does not divide {axis} {padding.true[axis]}: padded to {padding.physical[axis]}")
+            notes.append(
+                f"{tp} does not divide {axis} {padding.true[axis]}: padded to {padding.physical[axis]}"
+            )
     return notes
 
 

@@ -52,7 +52,9 @@ class Rules:
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that cut `logical`; an axis without a rule is an error, never quietly whole."""
         if logical not in self.axes_of:
-            raise ConfigError(f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}")
+            raise ConfigError(
+                f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}"
+            )
         return self.axes_of[logical]
 
 
@@ -104,10 +106,14 @@ def _parse_spec(body: str, text: str) -> Spec:
         axes = tuple(_ALIASES.get(name, name) for name in names)
         for axis in axes:
             if axis not in AXES:
-                raise ConfigError(f"override {text!r}: unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+                raise ConfigError(
+                    f"override {text!r}: unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}"
+                )
         spec.append(axes)
     used = [axis for axes in spec for axis in axes]
     for axis in set(used):
         if used.count(axis) > 1:
-            raise ConfigError(f"override {text!r} puts axis {axis!r} on two dims; an axis can cut a tensor once")
+            raise ConfigError(
+                f"override {text!r} puts axis {axis!r} on two dims; an axis can cut a tensor once"
+            )
     return tuple(spec)

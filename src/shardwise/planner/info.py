@@ -36,7 +36,9 @@ def run(options: InfoOptions) -> int:
     if options.mesh:
         spec = MeshSpec.parse(options.mesh)
         if -1 in spec.sizes.values():
-            raise ConfigError(f"--mesh {options.mesh}: info looks at no devices; give every size instead of -1")
+            raise ConfigError(
+                f"--mesh {options.mesh}: info looks at no devices; give every size instead of -1"
+            )
         console.print()
         print_plan(plan(config, spec, overrides=options.override), console)
     return 0
@@ -46,7 +48,9 @@ def describe(config: ModelConfig, plan: Plan) -> list[str]:
     """A few lines on a model: sizes, parameters, FLOPs and cache per token, memory by dtype."""
     count = parameter_count(plan)
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    rope = config.rope.kind if config.rope.kind == "default" else f"{config.rope.kind} ×{config.rope.factor:g}"
+    rope = (
+        config.rope.kind if config.rope.kind == "default" else f"{config.rope.kind} ×{config.rope.factor:g}"
+    )
     return [
         f"{config.family}: {config.num_layers} layers, embed {config.embed_dim}, {config.num_heads} heads"
         f" ({config.num_kv_heads} kv) of {config.head_dim}, mlp {config.mlp_dim}, vocab {config.vocab_size:,}"
@@ -68,7 +72,9 @@ def print_plan(plan: Plan, console: Console) -> None:
         skip, short = int(d.stacked), d.path.removeprefix("layers/").removesuffix("/kernel")
         layers = f"{d.true_shape[0]} × " if d.stacked else ""
         stored = "same" if d.shape == d.true_shape else " ".join(map(str, d.shape[skip:]))
-        named = " ".join(f"{axis}:{size}" for axis, size in zip(d.axes[skip:], d.true_shape[skip:], strict=True))
+        named = " ".join(
+            f"{axis}:{size}" for axis, size in zip(d.axes[skip:], d.true_shape[skip:], strict=True)
+        )
         table.add_row(short, layers + named, stored, _cut(d), f"{bytes_per_device(plan, d) / 2**20:.1f}")
         for note in d.notes:
             notes.setdefault(note, []).append(short)

@@ -37,7 +37,9 @@ def peak_flops(compute_dtype: str) -> tuple[float, str]:
     device = jax.devices()[0]
     kinds = sorted((kind for kind in _BF16_PEAK if device.device_kind.startswith(kind)), key=len)
     if kinds:
-        return _BF16_PEAK[kinds[-1]] * jax.device_count(), f"{jax.device_count()} × {kinds[-1]}, bfloat16 peak"
+        return _BF16_PEAK[
+            kinds[-1]
+        ] * jax.device_count(), f"{jax.device_count()} × {kinds[-1]}, bfloat16 peak"
     n = 2048
     x = jax.device_put(jnp.ones((n, n), compute_dtype), jax.local_devices()[0])
     multiply = jax.jit(lambda a: a @ a)

@@ -55,7 +55,8 @@ def run(options: GenerateOptions) -> int:
     made, end = sum(map(len, rows)), time.perf_counter()
     later = (made - len(rows)) / (end - first) if end > first and made > len(rows) else 0.0
     print(
-        f"[{made} tokens; first after {first - start:.1f} s with compilation, then {later:.1f} tokens/s]", file=sys.stderr
+        f"[{made} tokens; first after {first - start:.1f} s with compilation, then {later:.1f} tokens/s]",
+        file=sys.stderr,
     )
     return 0
 
@@ -74,7 +75,9 @@ def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
     if not ids:
         bos = tokenizer.bos_token_id
         if bos is None:
-            raise ConfigError("the prompt is empty and the tokenizer has no BOS token to start from; give some text")
+            raise ConfigError(
+                "the prompt is empty and the tokenizer has no BOS token to start from; give some text"
+            )
         ids = [bos]
     return list(ids)
 
@@ -92,10 +95,14 @@ def stop_ids(model: Model, extra: tuple[str, ...] = ()) -> set[int]:
         if token not in vocabulary:
             ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
             if len(ids) != 1:
-                raise ConfigError(f"--stop-token {token!r} is {len(ids)} tokens for this model; give a single token")
+                raise ConfigError(
+                    f"--stop-token {token!r} is {len(ids)} tokens for this model; give a single token"
+                )
             found.add(ids[0])
         else:
             found.add(vocabulary[token])
     if any(not 0 <= i < model.config.vocab_size for i in found):
-        raise CheckpointError(f"eos ids {sorted(found)} go beyond the vocabulary of {model.config.vocab_size}")
+        raise CheckpointError(
+            f"eos ids {sorted(found)} go beyond the vocabulary of {model.config.vocab_size}"
+        )
     return found

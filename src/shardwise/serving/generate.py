@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.errors import ConfigError, ContextError
+from shardwise.errors import CheckpointError, ConfigError, ContextError
 from shardwise.partition.padding import round_up
 from shardwise.partition.rows import put_rows
 from shardwise.steps.sampling import SamplingParams
@@ -71,6 +71,7 @@ def generate(
     Raises:
         ContextError: a prompt and max_new_tokens together exceed the model's context.
         ConfigError: an empty prompt, an id outside the vocabulary, or a setting out of range.
+        CheckpointError: the logits are NaN.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -112,14 +113,28 @@ def stream(
     chosen_by = None
     if choose == "sample":
         seeds = np.array([(sampling.seed + row) % 2**32 for row in range(batch)], np.uint32)
-        numbers = ((sampling.temperature, np.float32), (sampling.top_k, np.int32), (sampling.top_p, np.float32))
+        numbers = (
+            (sampling.temperature, np.float32),
+            (sampling.top_k, np.int32),
+            (sampling.top_p, np.float32),
+        )
         columns = [np.full((batch,), value, kind) for value, kind in numbers]
-        chosen_by = SamplingParams(*put(temperature=columns[0], top_k=columns[1], top_p=columns[2], seed=seeds))
-    ids, cache = first(model.decode_params, model.empty_cache(batch, capacity), *put(t=tokens, c=counts), chosen_by)
+        chosen_by = SamplingParams(
+            *put(temperature=columns[0], top_k=columns[1], top_p=columns[2], seed=seeds)
+        )
+    ids, cache = first(
+        model.decode_params, model.empty_cache(batch, capacity), *put(t=tokens, c=counts), chosen_by
+    )
     (ones,) = put(ones=np.ones((batch,), np.int32))
     running = set(range(len(prompts)))
     for made in range(1, max_new_tokens + 1):
         host = np.asarray(ids.addressable_data(0))
+        lost = next((row for row in sorted(running) if not 0 <= host[row] < model.config.vocab_size), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"the model's logits for prompt {lost} are not numbers: the weights are broken, or too large for"
+                f" compute dtype {model.compute_dtype} (float32 holds more)"
+            )
         yield [(row, int(host[row])) for row in sorted(running)]
         running -= {row for row in running if int(host[row]) in stops}
         if not running or made == max_new_tokens:

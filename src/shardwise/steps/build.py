@@ -74,7 +74,9 @@ def _build(plan: Plan, workload: Workload, mesh: jax.sharding.Mesh) -> Step:
     return Step(plan, workload, mesh, fn, args)
 
 
-def abstract_params(plan: Plan, mesh: jax.sharding.Mesh, dtype: Any, stacked: bool) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_params(
+    plan: Plan, mesh: jax.sharding.Mesh, dtype: Any, stacked: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of the flat parameter dict."""
     out = {}
     for d in plan.decisions:
@@ -85,7 +87,9 @@ def abstract_params(plan: Plan, mesh: jax.sharding.Mesh, dtype: Any, stacked: bo
     return out
 
 
-def abstract_batch(plan: Plan, mesh: jax.sharding.Mesh, batch: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    plan: Plan, mesh: jax.sharding.Mesh, batch: int, length: int
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch of packed rows."""
     sharding = named_sharding(mesh, (plan.batch_axes(), ()))
     ints = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=sharding)

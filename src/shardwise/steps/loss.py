@@ -70,7 +70,12 @@ def token_nll(
 
 
 def cross_entropy(
-    place: Placement, hidden: jax.Array, head: VocabTable, targets: jax.Array, weights: jax.Array, z_loss: float
+    place: Placement,
+    hidden: jax.Array,
+    head: VocabTable,
+    targets: jax.Array,
+    weights: jax.Array,
+    z_loss: float,
 ) -> jax.Array:
     """Σ weight · (NLL + z_loss · log²Z) over all tokens of all devices; a scalar, differentiable in hidden and head.
 

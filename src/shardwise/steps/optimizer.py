@@ -50,7 +50,9 @@ def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:
     step = jnp.asarray(step, jnp.float32)
     rise = step / max(config.warmup_steps, 1)
     x = (step - 1 - config.warmup_steps) / max(config.total_steps - config.warmup_steps, 1)
-    fall = config.lr_end_ratio + (1 - config.lr_end_ratio) * 0.5 * (1 + jnp.cos(math.pi * jnp.clip(x, 0.0, 1.0)))
+    fall = config.lr_end_ratio + (1 - config.lr_end_ratio) * 0.5 * (
+        1 + jnp.cos(math.pi * jnp.clip(x, 0.0, 1.0))
+    )
     return config.learning_rate * jnp.where(step <= config.warmup_steps, rise, fall)
 
 

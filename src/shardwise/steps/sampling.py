@@ -69,14 +69,18 @@ def sample(place: Placement, logits: jax.Array, params: SamplingParams, position
 
 def _sample_shard(shard: _Shard, logits: jax.Array, gumbel: jax.Array, params: SamplingParams) -> jax.Array:
     cold = params.temperature < GREEDY_BELOW
-    scaled = logits / jnp.where(cold, 1.0, params.temperature)[:, None]
-    powers = jnp.exp(scaled - shard.max(scaled)[:, None])
+    # Subtracting first makes the greatest exactly 0, hence its power exactly 1. The other way round XLA may fuse
+    # logits · (1 / temperature) − greatest into one rounding, and the greatest then misses itself by an ulp.
+    scaled = (logits - shard.max(logits)[:, None]) / jnp.where(cold, 1.0, params.temperature)[:, None]
+    powers = jnp.exp(scaled)
     everything = jnp.iinfo(jnp.int32).max
     top_k = jnp.where(params.top_k > 0, params.top_k, everything)
     kept = shard.keep_largest(powers, lambda chosen: shard.sum(chosen), top_k, jnp.ones_like)
     powers = jnp.where(kept, powers, 0.0)
     wanted = params.top_p * shard.sum(powers)
-    nucleus = shard.keep_largest(powers, lambda chosen: shard.sum(jnp.where(chosen, powers, 0.0)), wanted, None)
+    nucleus = shard.keep_largest(
+        powers, lambda chosen: shard.sum(jnp.where(chosen, powers, 0.0)), wanted, None
+    )
     kept &= nucleus | (params.top_p >= 1.0)[:, None]
     drawn = shard.argmax(jnp.where(kept, scaled + gumbel, -jnp.inf))
     return jnp.where(cold, shard.argmax(logits), drawn)
@@ -149,7 +153,9 @@ class _Shard:
         return before.astype(jnp.float32)
 
 
-def _over_vocab(place: Placement, choose, *columns: jax.Array, rows: SamplingParams | None = None) -> jax.Array:
+def _over_vocab(
+    place: Placement, choose, *columns: jax.Array, rows: SamplingParams | None = None
+) -> jax.Array:
     """Run `choose(shard, columns…, rows…)` on each device's rows and columns."""
     batch, vocab = place.plan.rules.mesh_axes("batch"), place.plan.rules.mesh_axes("vocab")
     extra = () if rows is None else (rows,)

@@ -38,7 +38,8 @@ def abstract_state(plan: Plan, mesh: jax.sharding.Mesh, workload: Workload) -> T
     """Shapes, dtypes and shardings of the training state."""
     dtype = jnp.dtype(workload.param_dtype)
     params = {
-        d.path: jax.ShapeDtypeStruct(d.shape, dtype, sharding=plan.sharding(mesh, d.path)) for d in plan.decisions
+        d.path: jax.ShapeDtypeStruct(d.shape, dtype, sharding=plan.sharding(mesh, d.path))
+        for d in plan.decisions
     }
     state = jax.eval_shape(make_optimizer(workload.optimizer, plan).init, params)
     shardings = state_shardings(plan, mesh, state)
@@ -68,7 +69,9 @@ def loss_sum(place: Placement, workload: Workload, params: Params, batch: dict[s
     hidden = model.hidden(
         place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel
     )
-    return cross_entropy(place, hidden, model.head(place), batch["targets"], batch["weights"], workload.z_loss)
+    return cross_entropy(
+        place, hidden, model.head(place), batch["targets"], batch["weights"], workload.z_loss
+    )
 
 
 def loss_and_gradients(
@@ -95,7 +98,8 @@ def loss_and_gradients(
         return jax.tree.map(jnp.add, total, one(micro)), None
 
     micro = {
-        name: jnp.moveaxis(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 1, 0) for name, x in scaled.items()
+        name: jnp.moveaxis(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 1, 0)
+        for name, x in scaled.items()
     }
     zeros = jax.tree.map(jnp.zeros_like, params)
     first = (jnp.zeros((), jnp.promote_types(place.compute_dtype, jnp.float32)), zeros)

@@ -84,7 +84,9 @@ def _run(options: TrainingOptions, source: Checkpoint, tokenizer_source: Checkpo
 
     # Data next, since mistakes in it are the user's commonest, and reading weights takes longest.
     if options.length > config.max_position:
-        raise ConfigError(f"--length is {options.length}, more than the model's context of {config.max_position}")
+        raise ConfigError(
+            f"--length is {options.length}, more than the model's context of {config.max_position}"
+        )
     tokenizer = load_tokenizer(tokenizer_source)
     check_tokenizer_fits(tokenizer, config.vocab_size)
     data = _read_data(options, tokenizer, config.vocab_size, say)
@@ -122,7 +124,9 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
 
     store = tokenize_documents(tokenizer, read(options.data), vocab_size=vocab_size)
     rows = PackedDataset(store, options.length, seed=options.seed, epochs=options.epochs)
-    say(f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {rows.rows_per_epoch:,} rows an epoch")
+    say(
+        f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {rows.rows_per_epoch:,} rows an epoch"
+    )
     held_out: list[np.ndarray] = []
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if options.eval_data:
@@ -133,7 +137,7 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
 
 
 def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data) -> None:
-    """Refuse processes with different options or data: they would mix runs, or wait for each other for ever."""
+    """Refuse processes with different options or data: they would mix runs or wait for each other for ever."""
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils
@@ -143,7 +147,8 @@ def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data
     for name in ("model", "tokenizer", "out", "checkpoint_dir", "metrics"):
         values[name] = values.get(name) is not None
     held_out = hashlib.sha256(b"".join(tokens.tobytes() for tokens in data.held_out)).digest()
-    values |= {"model": the_plan.config, "data": data.fingerprint, "eval_data": (len(data.held_out), held_out)}
+    values |= {"model": the_plan.config, "data": data.fingerprint}
+    values |= {"eval_data": (len(data.held_out), held_out)}
     for name in ("process_id", "coordinator", "devices", "debug"):
         del values[name]
     digests = [hashlib.sha256(repr(value).encode()).digest() for value in values.values()]
@@ -161,7 +166,9 @@ def _optimizer(options: TrainingOptions, steps: int) -> OptimizerConfig:
     )  # fmt: skip
 
 
-def _start(options: TrainingOptions, source: Checkpoint, step: Step, data: _Data, fresh: bool, say: Any) -> TrainState:
+def _start(
+    options: TrainingOptions, source: Checkpoint, step: Step, data: _Data, fresh: bool, say: Any
+) -> TrainState:
     the_plan, mesh, workload = step.plan, step.mesh, step.workload
     if options.resume:
         found = native.find_newest(options.checkpoint_dir, say)
@@ -226,7 +233,9 @@ def _loop(
     flops = train_flops_per_token(the_plan, options.length)
     identity = _identity(options, step, data)
     with Reporter(steps, done, options.metrics, flops, peak, quiet) as reporter:
-        reporter.say(f"MFU: 6 FLOPs a matmul parameter and token + causal attention, over {peak / 1e9:,.0f} GFLOP/s ({convention})")
+        reporter.say(
+            f"MFU: 6 FLOPs a matmul parameter and token + causal attention, over {peak / 1e9:,.0f} GFLOP/s ({convention})"
+        )
 
         def evaluate(number: int, params: Any) -> None:
             result = _held_out(options, step, params, data)
@@ -277,7 +286,9 @@ def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenize
     from shardwise.checkpoints.export import export
 
     if Path(options.out).exists():
-        raise CheckpointError(f"--out {options.out} has come to exist meanwhile; the training state is in --checkpoint-dir")
+        raise CheckpointError(
+            f"--out {options.out} has come to exist meanwhile; the training state is in --checkpoint-dir"
+        )
     export(
         options.out, model.plan, model.mesh, model.params, hf_config=source.hf_config, tokenizer=tokenizer,
         generation_config=source.generation_config or model.checkpoint.generation_config,
