@@ -2,7 +2,8 @@
 
     python benchmarks/ours.py --model FOLDER --what train --dtype float32 --batch 4 --length 256 --steps 5
 
-It runs the steps that the commands run (build_step through shardwise.load), on one device unless --mesh says otherwise.
+It runs the steps that the commands run (build_step through shardwise.load), on one device unless --mesh says
+otherwise.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def decode(args: argparse.Namespace) -> dict[str, float]:
                 gaps.append(now - last)
             last = now
     best = float(np.percentile(gaps, 10))
-    return {**_stats("step", gaps), "step_ms_p10": 1e3 * best, "tokens_per_second": args.batch / statistics.median(gaps),
+    return {**_stats("step", gaps), "step_ms_p10": 1e3 * best,
+            "tokens_per_second": args.batch / statistics.median(gaps),
             "peak_rss_mb": (peak_rss_bytes() or 0) / 1e6}  # fmt: skip
 
 

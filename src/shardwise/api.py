@@ -1,6 +1,7 @@
 """The public entry points: open a model on a mesh, plan it, ask it for logits.
 
-Everything here is also what the commands call. Not here: training (training/) and generation (serving/generate.py).
+Everything here is also what the commands call. Not here: training (training/) and generation
+(serving/generate.py).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from shardwise.partition.mesh import MeshSpec, build_mesh, default_mesh
 from shardwise.partition.plan import Plan
 from shardwise.partition.rows import put_rows
 from shardwise.partition.rules import Override, Rules
-from shardwise.steps.build import build_step
-from shardwise.steps.workload import Workload
+from shardwise.steps.build import Step, build_step
+from shardwise.steps.workload import Task, Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def open_model(model: str | Path) -> Checkpoint:
-    """Open a MODEL argument: a folder, a `.gguf` file, a `config.json`, or the name of a preset (shapes only).
+    """Open a MODEL argument: a folder, a `.gguf` file, a `config.json`, or a preset's name (shapes only).
 
     Raises:
         CheckpointError: it is none of these.
@@ -125,7 +126,7 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that came with the checkpoint, checked against the embedding; CheckpointError if none."""
+        """The checkpoint's own tokenizer, checked against the embedding; CheckpointError if none."""
         tokenizer = load_tokenizer(self.checkpoint)
         check_tokenizer_fits(tokenizer, self.config.vocab_size)
         return tokenizer
@@ -135,11 +136,11 @@ class Model:
         """The parameters as one array per layer, as the cached steps take them."""
         return unstack(self.plan, self.mesh, self.params)
 
-    def step(self, task: str, batch: int, length: int, **options: Any):
+    def step(self, task: Task, batch: int, length: int, **options: Any) -> Step:
         """build_step for this model; see Workload for options."""
         workload = Workload(
             task, batch, length, compute_dtype=self.compute_dtype, param_dtype=self.param_dtype, **options
-        )  # type: ignore[arg-type]
+        )
         return build_step(self.plan, workload, self.devices)
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
@@ -217,7 +218,8 @@ class Model:
             tokenizer = None  # a folder with weights alone stays one
         export(
             out, self.plan, self.mesh, self.params,
-            dtype=dtype, hf_config=source.hf_config, generation_config=source.generation_config, tokenizer=tokenizer,
+            dtype=dtype, hf_config=source.hf_config, generation_config=source.generation_config,
+            tokenizer=tokenizer,
         )  # fmt: skip
 
     def with_params(self, params: Params) -> Model:
@@ -232,7 +234,7 @@ class Model:
             raise ContextError(
                 f"{tokens.shape[1]} tokens are more than the model's context of {self.config.max_position}"
             )
-        if tokens.size and not (0 <= tokens.min() and tokens.max() < self.config.vocab_size):
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.config.vocab_size):
             bad = int(tokens.max()) if tokens.max() >= self.config.vocab_size else int(tokens.min())
             raise ConfigError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
         return tokens

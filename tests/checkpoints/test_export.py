@@ -1,4 +1,4 @@
-"""Exports are bitwise what was imported, whatever the mesh, with a config.json that other readers understand."""
+"""Exports are bitwise what was imported, whatever the mesh, with a config.json that others understand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.parity import cases
+from tests.parity.cases import Case, write_checkpoint
 
 import shardwise
 from shardwise.api import Model
 from shardwise.checkpoints.export import export, hf_tensors
 from shardwise.errors import CheckpointError
 from shardwise.families import config_from_hf
-from tests.parity import cases
-from tests.parity.cases import Case, write_checkpoint
 
 # head_dim · heads is not hidden_size, so that swapped dims show; mlp 90 and vocab 101 are divided by little.
 CASE = cases.BY_NAME["both_biases_tied"]
@@ -112,6 +112,25 @@ def test_bfloat16_files_stay_bfloat16_and_the_config_says_so(tmp_path: Path) -> 
     assert_bitwise(load_file(tmp_path / "out/model.safetensors"), narrow)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+
+
+def test_files_of_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
+    source = write_checkpoint(UNEVEN, tmp_path / "mixed")
+    narrow = (
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+    )
+    file = load_file(source / "model.safetensors")
+    mixed = {n: w.astype(ml_dtypes.bfloat16) if n in narrow else w for n, w in file.items()}
+    save_file(mixed, source / "model.safetensors")
+    apart = load(source, "1,1,2")
+    assert_bitwise(dict(hf_tensors(apart.plan, apart.mesh, apart.params)), mixed)
+    # One array for all layers has one dtype, the widest, in which every value is kept.
+    stacked = load(source, "1,1,2", stacked=True)
+    for name, array in hf_tensors(stacked.plan, stacked.mesh, stacked.params):
+        assert array.dtype in (mixed[name].dtype, np.float32)
+        np.testing.assert_array_equal(array.astype(np.float32), mixed[name].astype(np.float32))
 
 
 def test_a_dtype_can_be_asked_for(folder_of: Callable[[Case], Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading puts every number of the file where the Plan says, on any mesh, or refuses naming all that does not fit."""
+"""Loading puts every number where the Plan says, on any mesh, or refuses naming all that does not fit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.parity import cases
+from tests.parity.cases import Case, write_checkpoint
 
 from shardwise.api import plan as make_plan
 from shardwise.checkpoints import load as loading
@@ -25,8 +27,6 @@ from shardwise.families import config_from_hf
 from shardwise.models.parameters import Params, layer_paths
 from shardwise.partition.mesh import build_mesh
 from shardwise.partition.plan import Plan, named_sharding
-from tests.parity import cases
-from tests.parity.cases import Case, write_checkpoint
 
 # head_dim · heads is not hidden_size, so that swapped dims show; mlp 90 and vocab 101 are divided by little.
 UNEVEN = Case(
@@ -44,7 +44,8 @@ CASES = {
     "tied": cases.BY_NAME["both_biases_tied"],
 }
 MESHES = [
-    "1,1,1", "1,2,1", "1,5,1", "1,1,2", "1,1,3", "1,1,4", "1,1,5", "1,1,8", "1,2,2", "1,3,2", "2,2,2", "2,1,3",
+    "1,1,1", "1,2,1", "1,5,1", "1,1,2", "1,1,3", "1,1,4", "1,1,5", "1,1,8", "1,2,2", "1,3,2", "2,2,2",
+    "2,1,3",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Training checkpoints when a save is cut short, the disk refuses or files go missing: the last whole one counts.
+"""Training checkpoints when a save is cut short, the disk is full or files go: the last whole counts.
 
 Not here: what a whole checkpoint restores to (test_native.py).
 """

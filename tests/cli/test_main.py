@@ -34,11 +34,11 @@ def fake_info(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], i
     """Function: puts `work` in the place of what `shardwise info` does."""
 
     def replace(work: Callable[[object], int]) -> None:
-        module = types.ModuleType("shardwise.models.info")
+        module = types.ModuleType("shardwise.planner.info")
         module.run = work  # type: ignore[attr-defined]
         import shardwise.models
 
-        monkeypatch.setitem(sys.modules, "shardwise.models.info", module)
+        monkeypatch.setitem(sys.modules, "shardwise.planner.info", module)
         monkeypatch.setattr(shardwise.models, "info", module, raising=False)
 
     return replace

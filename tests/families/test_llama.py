@@ -1,4 +1,4 @@
-"""config.json of the Llama family: each key that changes the numbers is honoured or refused, never passed over."""
+"""config.json of the Llama family: each key that changes numbers is honoured or refused, none passed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters as plain arrays: fresh draws are the same on every mesh, and one array per layer holds what the stack does."""
+"""Parameters as plain arrays: draws are the same on every mesh, per-layer arrays are the stack's slices."""
 
 from __future__ import annotations
 

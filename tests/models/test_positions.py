@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies of each scaling against the published formulas, and the rotation's defining property."""
+"""Rotary embedding: frequencies of each scaling against the published formulas; what defines the rotation."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-
 from .cases import BY_NAME, CASES, LLAMA3_SCALING, LOGIT_BOUND, Batch, Case, inputs, write_checkpoint
 from .conftest import load_on
 

@@ -1,4 +1,4 @@
-"""Mesh specs are read in every documented spelling, fitted to the devices, and refused in one helpful line."""
+"""Mesh specs are read in every documented spelling, fitted to the devices, or refused in a helpful line."""
 
 from __future__ import annotations
 

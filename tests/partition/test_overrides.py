@@ -1,4 +1,4 @@
-"""Overrides: EasyLM's spelling is read, each decides what it matches, and none is without effect unnoticed."""
+"""Overrides: EasyLM's spelling is read, each decides what it matches, none is without effect unnoticed."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ def test_an_override_behind_others_that_match_all_of_its_parameters_is_refused(
         ("embed/table=tp", "has 1 entries, but embed/table has 2 dims (vocab 102, embed 48)"),
         (
             "up_proj=tp",
-            "has 1 entries, but layers/mlp/up_proj/kernel has 3 dims (layers 2, mlp 90, embed 48); the first, layers",
+            "has 1 entries, but layers/mlp/up_proj/kernel has 3 dims (layers 2, mlp 90, embed 48);"
+            " the first, layers",
         ),
         (".*=None,None", "has 2 entries, but final_norm/scale has 1 dims"),
     ],

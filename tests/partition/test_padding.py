@@ -1,4 +1,4 @@
-"""Padding of heads, mlp and vocab: exact and reversible, cheapest, and every real head beside its own kv head."""
+"""Padding of heads, mlp and vocab: exact, reversible, cheapest, and each real head beside its own kv head."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_runs_say_where_the_heads_of_any_range_of_slots_come_from(k: int, g: int
 @given(KV_HEADS, Q_PER_KV, TP)
 def test_no_other_layout_has_less_work_on_a_device(k: int, g: int, tp: int) -> None:
     def work(slots: int, group: int) -> int:
-        """Heads computed on one device: each slot has `group` query heads and one kv head, of two matrices each."""
+        """Heads computed on one device: a slot has `group` query heads and one kv head, of two matrices."""
         return slots // tp * (group + 1)
 
     chosen = HeadSlots.choose(k, g, tp)

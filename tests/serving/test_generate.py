@@ -54,7 +54,7 @@ def greedy_rows() -> list[list[int]]:
 
 
 def assert_likeliest(prompts: list[list[int]], rows: list[list[int]]) -> None:
-    """Every new token is the argmax of the logits that the whole sequence gives without a cache, by a clear margin."""
+    """Every new token is the argmax, by a clear margin, of the whole sequence's logits without a cache."""
     length = max(len(p) + len(r) for p, r in zip(prompts, rows, strict=True))
     tokens = np.zeros((len(rows), length), np.int32)
     for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):

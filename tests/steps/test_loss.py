@@ -1,4 +1,4 @@
-"""The vocab-parallel loss equals a float64 reference, in chunks and over padding, and never holds all logits."""
+"""The vocab-parallel loss equals a float64 reference, in chunks and over padding, without ever all logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from shardwise.steps.loss import chunk_length, cross_entropy, token_nll
 
 VOCAB, EMBED, LENGTH, Z_LOSS = 101, 12, 7, 0.02
 HEAD = "lm_head/kernel"
-# float32 sums of at most 140 tokens · 101 ids · 12 features, in unknown order; 2⁻²⁴ each, growing with the root.
+# float32 sums of at most 140 tokens · 101 ids · 12 features, in unknown order; 2⁻²⁴ each, growing with the
+# root.
 TOLERANCE = 2**-24 * math.sqrt(140 * 101 * 12)
 
 
@@ -195,7 +196,8 @@ def test_logits_are_held_for_one_chunk_of_tokens_and_one_shard_of_the_vocabulary
     def compiled() -> str:
         return loss_and_gradients(place).lower(*shapes).compile().as_text()
 
-    # One chunk that holds all positions: then all logits of the shard must show, or the search below sees nothing.
+    # One chunk that holds all positions: then all logits of the shard must show, or the search below sees
+    # nothing.
     assert largest_buffer(compiled()) == rows * length * 500
     in_chunks_of(monkeypatch, place, rows, positions, length)
     assert largest_buffer(compiled()) == rows * positions * 500 == 500 * embed

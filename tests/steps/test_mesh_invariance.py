@@ -1,7 +1,7 @@
 """Numbers do not depend on the mesh: logits, loss, gradients and training, against one device.
 
-float64 runs show that the computation is the same one (1e-9 relative); float32 runs that rounding stays within what
-the order of sums explains. Not here: parity with other implementations (tests/parity).
+float64 runs show that the computation is the same one (1e-9 relative); float32 runs that rounding stays
+within what the order of sums explains. Not here: parity with other implementations (tests/parity).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ ROWS, LENGTH = 8, 12
 HEADS = {"9/3": (9, 3), "6/2": (6, 2), "5/1": (5, 1), "12/4": (12, 4)}
 ONE = (1, 1, 1)
 MESHES = [
-    (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 1, 5), (1, 1, 6), (1, 1, 7),
-    (1, 1, 8), (1, 2, 2), (1, 2, 4), (2, 2, 2),
+    (2, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 1, 5), (1, 1, 6),
+    (1, 1, 7), (1, 1, 8), (1, 2, 2), (1, 2, 4), (2, 2, 2),
 ]  # fmt: skip
-# float32: sums of at most ~100 terms, some hundred of them in a row; 2⁻²⁴ each, growing with the root of the count.
+# float32: sums of at most ~100 terms, some hundred of them in a row; 2⁻²⁴ each, growing with the root of the
+# count.
 FLOAT32 = 2**-24 * 100
 
 
 def model(heads: str, vocab: int = 101, tied: bool = False, biases: bool = False) -> ModelConfig:
-    """Two layers; mlp 50, vocab 101 and most head counts divide nothing; weights large enough to show errors."""
+    """Two layers; little divides mlp 50, vocab 101 and most head counts; large weights show errors."""
     num_heads, kv_heads = HEADS[heads]
     return ModelConfig(
         vocab_size=vocab, embed_dim=24, num_layers=2, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=4,
@@ -53,8 +54,8 @@ def batch(vocab: int) -> dict[str, np.ndarray]:
     targets = rng.integers(0, vocab, (ROWS, LENGTH), np.int32)
     weights = (segments > 0) & (rng.random((ROWS, LENGTH)) < 0.8)
     return {
-        "tokens": tokens * (segments > 0), "targets": targets, "segment_ids": segments, "positions": positions,
-        "weights": weights.astype(np.float32),
+        "tokens": tokens * (segments > 0), "targets": targets, "segment_ids": segments,
+        "positions": positions, "weights": weights.astype(np.float32),
     }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def compare(
         assert worst <= tolerance, f"{name} differs by {worst:.2e} of its largest value on mesh {mesh}"
 
 
-# Every mesh and every head count at least once, the odd ones together; the full product is below, marked slow.
+# Every mesh and every head count at least once, the odd ones together; the full product is below, as slow.
 PAIRS = [(mesh, list(HEADS)[i % len(HEADS)]) for i, mesh in enumerate(MESHES)]
 
 
@@ -213,5 +214,6 @@ def test_twenty_steps_follow_one_device_and_padding_never_moves(mesh: tuple[int,
     with jax.enable_x64(True):
         want, got = curve(ONE), curve(mesh)
     assert want[-1] < want[0] - 0.5, "training does not learn, so nothing is shown"
-    # Adam divides by the root of second moments, which near zero magnifies rounding; 1e-9 holds with room in float64
+    # Adam divides by the root of second moments, which near zero magnifies rounding; 1e-9 holds with room in
+    # float64
     np.testing.assert_allclose(got, want, rtol=1e-8)

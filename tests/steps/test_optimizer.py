@@ -1,4 +1,4 @@
-"""AdamW, its schedule, clipping and decay mask against NumPy in float64; its state lies beside the parameters."""
+"""AdamW, its schedule, clipping and decay mask against NumPy in float64; its state lies by the parameters."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_five_steps_equal_float64_with_clipping_decay_and_padding(
     sizes: tuple[int, int, int], max_grad_norm: float
 ) -> None:
     config = OptimizerConfig(
-        learning_rate=0.1, warmup_steps=2, total_steps=7, lr_end_ratio=0.1, weight_decay=0.3, beta1=0.8, beta2=0.9,
-        adam_eps=1e-3, max_grad_norm=max_grad_norm,
+        learning_rate=0.1, warmup_steps=2, total_steps=7, lr_end_ratio=0.1, weight_decay=0.3, beta1=0.8,
+        beta2=0.9, adam_eps=1e-3, max_grad_norm=max_grad_norm,
     )  # fmt: skip
     rng = np.random.default_rng(99)
     start = {d.path: rng.normal(size=d.true_shape).astype(np.float32) for d in plan(1, 1, 1).decisions}

@@ -42,6 +42,15 @@ class Site:
         ]
         return main(["finetune", str(model or self.model), *given, *flags])
 
+    def pretrain(self, name: str, *flags: str) -> int:
+        """Run `shardwise pretrain` with the model's config and tokenizer and the same steps as `finetune`."""
+        options = {
+            "tokenizer": self.model, "data": self.data, "out": self.folder / name, "weight-decay": 0.0,
+            "metrics": self.folder / f"{name}.jsonl", **COMMON,
+        }  # fmt: skip
+        given = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        return main(["pretrain", str(self.model / "config.json"), *given, *flags])
+
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The records of training steps (not of evaluations) of a run's metrics."""
         return [record for record in read_metrics(self.folder / f"{name}.jsonl") if "loss" in record]

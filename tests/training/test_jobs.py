@@ -246,3 +246,23 @@ def test_metrics_are_lines_of_plain_json(straight: Site) -> None:
 
     for line in (straight.folder / "straight.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+def test_pretraining_starts_from_chance_learns_and_writes_a_model_of_its_own(site: Site) -> None:
+    assert site.pretrain("new") == 0
+    losses = [record["loss"] for record in site.steps("new")]
+    # Fresh parameters are drawn with deviation 0.02: all ids are about equally likely.
+    assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.05)
+    assert losses[-1] < losses[0] - 0.3
+    ours, theirs = tensors(site.folder / "new"), tensors(site.model)
+    assert {name: array.shape for name, array in ours.items()} == {n: a.shape for n, a in theirs.items()}
+    assert np.abs(ours["lm_head.weight"]).max() < 0.2 < np.abs(theirs["lm_head.weight"]).max()
+    assert shardwise.load(site.folder / "new", mesh="1,1,8").tokenizer.eos_token == "</s>"
+
+
+def test_another_seed_draws_another_model(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, 1)
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        assert site.pretrain(name, "--seed", seed) == 130
+    first, same, other = (site.steps(name)[0]["grad_norm"] for name in "abc")
+    assert first == same != other

@@ -75,8 +75,8 @@ def export(
     Args:
         out: must not exist yet.
         dtype: of all tensors; None keeps the arrays' own.
-        hf_config: the source checkpoint's config; keys that we do not translate (ids of special tokens, …) are
-            kept from it.
+        hf_config: the source checkpoint's config; keys that we do not translate (ids of special tokens, …)
+            are kept from it.
 
     Raises:
         CheckpointError: `out` exists or cannot be written.

@@ -1,7 +1,7 @@
-"""From an opened checkpoint to arrays on the mesh: each device's slice is read from the file and placed on it.
+"""From an opened checkpoint to arrays on the mesh: each device's slice is read and placed on it.
 
-Tensors are read by rows, so that no more than one device's array of one parameter is in host memory at a time.
-Not here: file formats (reader.py and its readers) and training checkpoints (native.py).
+Tensors are read by rows, so that no more than one device's array of one parameter is in host memory at a
+time. Not here: file formats (reader.py and its readers) and training checkpoints (native.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from shardwise.families import TensorName, get_family
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import Params, layer_paths
 from shardwise.partition.plan import Decision, Plan, named_sharding
+from shardwise.partition.rules import Spec
 
 READ_BYTES = 16 << 20
 """Rows are read in pieces of about this many bytes."""
+
+_Range = tuple[int, int]  # start, stop
+_Part = tuple[dict[str, _Range], dict[str, int]]
+"""By logical axis: a true range of the tensor, and where it goes in the array to fill."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,12 @@ def load_params(
     """Read all parameters onto the mesh.
 
     Args:
-        dtype: of the arrays; None keeps each tensor's own.
+        dtype: of the arrays; None keeps each tensor's own (with stacked layers the widest of all).
         stacked: one array for all layers (training), or one per layer (decoding).
 
     Raises:
-        CheckpointError: weights are absent; tensors missing, unexpected or of the wrong shape (all named at once).
+        CheckpointError: weights are absent; tensors missing, unexpected or of the wrong shape (all named at
+            once).
     """
     if checkpoint.reader is None:
         raise CheckpointError(f"{checkpoint.path} holds a configuration but no weights, which this needs")
@@ -58,12 +64,12 @@ def load_params(
         sources = [
             _Source(checkpoint.reader, name.hf_name.format(layer=i), name.hf_dims, sizes) for i in layers
         ]
-        kept = np.result_type(*(infos[source.name].dtype for source in sources))
-        kind = np.dtype(jax.numpy.dtype(dtype)) if dtype else kept
+        own = [np.dtype(jax.numpy.dtype(dtype)) if dtype else infos[source.name].dtype for source in sources]
         if stacked or not decision.stacked:
+            kind = np.result_type(*own)
             params[path] = _place(plan, mesh, decision, decision.shape, decision.spec, sources, kind)
             continue
-        for one, source in zip(layer_paths(plan, path), sources, strict=True):
+        for one, source, kind in zip(layer_paths(plan, path), sources, own, strict=True):
             params[one] = _place(plan, mesh, decision, decision.shape[1:], decision.spec[1:], [source], kind)
     return params
 
@@ -75,7 +81,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
         Parameter path → tensor name.
 
     Raises:
-        CheckpointError: names every missing, unexpected and wrongly shaped tensor, and those that are no floats.
+        CheckpointError: names every missing, unexpected and wrongly shaped tensor, and those that are no
+            floats.
     """
     family, sizes = get_family(config.family), config.sizes()
     have = reader.tensors()
@@ -114,8 +121,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
             hint = "; if the head is the embedding table, set tie_word_embeddings to true in config.json"
         elif "lm_head.weight" in extra:
             hint = (
-                "; lm_head.weight differs from the embedding table although config.json says tie_word_embeddings:"
-                " set it to false to use this head"
+                "; lm_head.weight differs from the embedding table although config.json says"
+                " tie_word_embeddings: set it to false to use this head"
             )
         raise CheckpointError(f"{where} does not fit its config: {'; '.join(problems)}{hint}")
     return {name.path: name for name in names}
@@ -135,10 +142,18 @@ def _same(reader: TensorReader, a: str, b: str) -> bool:
     return all(reader.rows(a, *p).tobytes() == reader.rows(b, *p).tobytes() for p in pieces)
 
 
-def _place(plan, mesh, decision: Decision, shape, spec, sources: list[_Source], dtype: np.dtype) -> jax.Array:
+def _place(
+    plan: Plan,
+    mesh: jax.sharding.Mesh,
+    decision: Decision,
+    shape: tuple[int, ...],
+    spec: Spec,
+    sources: list[_Source],
+    dtype: np.dtype,
+) -> jax.Array:
     """One parameter, built device by device; the same slice on several devices is read once."""
     sharding = named_sharding(mesh, spec)
-    by_slice: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    by_slice: dict[tuple[_Range, ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         by_slice.setdefault(ranges, []).append(device)
@@ -150,7 +165,9 @@ def _place(plan, mesh, decision: Decision, shape, spec, sources: list[_Source], 
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read_slice(plan, decision: Decision, ranges, sources: list[_Source], dtype: np.dtype) -> np.ndarray:
+def _read_slice(
+    plan: Plan, decision: Decision, ranges: tuple[_Range, ...], sources: list[_Source], dtype: np.dtype
+) -> np.ndarray:
     out = np.zeros([stop - start for start, stop in ranges], dtype)
     if decision.stacked and len(ranges) == len(decision.axes):
         (first, last), inner = ranges[0], ranges[1:]
@@ -162,20 +179,19 @@ def _read_slice(plan, decision: Decision, ranges, sources: list[_Source], dtype:
     return out
 
 
-def _fill(plan: Plan, axes: Sequence[str], out: np.ndarray, ranges, source: _Source) -> None:
+def _fill(
+    plan: Plan, axes: Sequence[str], out: np.ndarray, ranges: tuple[_Range, ...], source: _Source
+) -> None:
     """Fill one layer's slice from the file; what is padding stays zero.
 
     Args:
         axes: logical axis of each dim of `out`.
         ranges: (start, stop) of each dim in the physical tensor.
     """
-    blocks: list[tuple[dict[str, tuple[int, int]], dict[str, int]]] = [
-        ({}, {})
-    ]  # true ranges, offsets in `out`
+    blocks: list[_Part] = [({}, {})]
     for axis, (start, stop) in zip(axes, ranges, strict=True):
-        if (
-            axis == "heads" and plan.padding.heads.repeat > 1
-        ):  # else a slot is a kv head, and one block takes all
+        # Unless kv heads are repeated, a slot is a kv head, and one block takes all.
+        if axis == "heads" and plan.padding.heads.repeat > 1:
             at = list(axes).index("q_per_kv")
             blocks = [_query_block(*run, start, ranges[at]) for run in plan.padding.heads.runs(start, stop)]
             blocks = [block for block in blocks if block[0]["q_per_kv"][0] < block[0]["q_per_kv"][1]]
@@ -191,15 +207,15 @@ def _fill(plan: Plan, axes: Sequence[str], out: np.ndarray, ranges, source: _Sou
         _copy(view, source, true)
 
 
-def _query_block(slot: int, kv_head: int, first: int, count: int, start: int, group: tuple[int, int]):
-    """True ranges and offsets of one slot's query heads, as far as `group` (a range of places) takes them in."""
+def _query_block(slot: int, kv_head: int, first: int, count: int, start: int, group: _Range) -> _Part:
+    """True ranges and offsets of one slot's query heads, as far as `group` (a range of places) goes."""
     low, high = group[0], min(group[1], count)
     true = {"heads": (kv_head, kv_head + 1), "q_per_kv": (first + low, first + high)}
     return true, {"heads": slot - start, "q_per_kv": 0}
 
 
-def _copy(view: np.ndarray, source: _Source, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Copy a block of the file's tensor into `view`, whose dims are the file's logical axes in the file's order."""
+def _copy(view: np.ndarray, source: _Source, ranges: Mapping[str, _Range]) -> None:
+    """Copy a block of the file's tensor into `view`, whose dims are its logical axes in the file's order."""
     rows, columns = source.dims[0], [axis for dim in source.dims[1:] for axis in dim]
     info = source.reader.tensors()[source.name]
     column_sizes = [source.sizes[axis] for axis in columns]

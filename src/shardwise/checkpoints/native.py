@@ -1,8 +1,8 @@
 """Training checkpoints: parameters, optimizer state and place in the data, written whole or not at all.
 
-A checkpoint is a folder `step_00000012` that holds Orbax's arrays, `meta.json`, and `manifest.json`, which lists every
-file with its size. It is written under another name and renamed when complete, and older ones are removed only
-then. Not here: Hugging Face folders (export.py).
+A checkpoint is a folder `step_00000012` that holds Orbax's arrays, `meta.json`, and `manifest.json`, which
+lists every file with its size. It is written under another name and renamed when complete, and older ones
+are removed only then. Not here: Hugging Face folders (export.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         meta: whatever the caller wants back, as JSON; `step`, `mesh` and `true_shapes` are added.
 
     Raises:
-        CheckpointError: the disk refuses; the older checkpoints are untouched and nothing half-written is left.
+        CheckpointError: the disk refuses; the older checkpoints are untouched and nothing half-written is
+            left.
     """
     import orbax.checkpoint as ocp
 
@@ -89,7 +90,8 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {folder}: {error}; older checkpoints are untouched"
+            f"checkpoint of step {step} could not be written to {folder}: {error}; older checkpoints are"
+            " untouched"
         ) from error
     return final
 
@@ -147,7 +149,8 @@ def restore(found: Found, plan: Plan, mesh: jax.sharding.Mesh, wanted: TrainStat
             odd = sorted(set(stored) ^ set(names))
             raise CheckpointError(
                 f"checkpoint {found.path} holds another training state: {', '.join(odd[:5])}"
-                f"{' …' if len(odd) > 5 else ''} differ; the optimizer and the model must be those of the saved run"
+                f"{' …' if len(odd) > 5 else ''} differ; the optimizer and the model must be those of the"
+                " saved run"
             )
         shapes = {
             name: jax.ShapeDtypeStruct(
@@ -162,7 +165,7 @@ def restore(found: Found, plan: Plan, mesh: jax.sharding.Mesh, wanted: TrainStat
     old_padding = Padding.choose(plan.config, MeshSpec.parse(found.meta["mesh"]).tp)
     owners = _owners(wanted, plan)
     for name, want in names.items():
-        if arrays[name].shape != want.shape or owners[name] and old_padding != plan.padding:
+        if arrays[name].shape != want.shape or (owners[name] and old_padding != plan.padding):
             owner = owners[name]
             assert owner is not None, "only arrays that follow a parameter have padding"
             arrays[name] = _repadder(plan, old_padding, owner, want.sharding)(arrays.pop(name))
@@ -228,13 +231,12 @@ def _name(path: tuple[Any, ...]) -> str:
 def _owners(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """Name of each leaf → path of the parameter that it follows."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    keys = {
+    return {
         _name(path): next(
             (k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in plan), None
         )
         for path, _ in leaves
     }
-    return keys
 
 
 def _numbered(folder: Path) -> list[Path]:

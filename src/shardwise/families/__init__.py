@@ -36,7 +36,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     by_type = {t: family for family in _FAMILIES.values() for t in family.model_types}
     if not model_type:
         raise ConfigError(
-            f'config.json has no "model_type"; add it (known: {", ".join(sorted(by_type))}) if the model is one of these'
+            f'config.json has no "model_type"; add it (known: {", ".join(sorted(by_type))}) if the model is'
+            " one of these"
         )
     if model_type not in by_type:
         near = get_close_matches(str(model_type), by_type, n=1)
@@ -49,7 +50,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Translate the content of a `config.json` into a ModelConfig; ConfigError names any key it cannot honour."""
+    """Translate a `config.json`'s content into a ModelConfig; ConfigError names any key it cannot honour."""
     return family_of(hf_config).config_from_hf(hf_config)
 
 

@@ -72,7 +72,7 @@ def refuse_unsupported(hf: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
 
 
 def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Rotary settings from either spelling: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
+    """Rotary settings: `rope_theta` + `rope_scaling`, or `rope_parameters` as transformers 5 spells them."""
     parameters = hf.get("rope_parameters") or {}
     scaling = {**(hf.get("rope_scaling") or {}), **parameters}
     outer = optional(hf, "rope_theta", 10000.0)
@@ -111,7 +111,7 @@ def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """Both spellings, agreeing, so that old and new transformers (and vLLM, llama.cpp) read the same thing."""
+    """Both spellings, agreeing, so that old and new transformers (and vLLM, llama.cpp) read the same."""
     scaling: dict[str, Any] | None = None
     if rope.kind == "linear":
         scaling = {"rope_type": "linear", "factor": rope.factor}

@@ -23,7 +23,8 @@ def _llama(
     vocab: int, embed: int, layers: int, heads: int, kv: int, mlp: int, context: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": embed,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "vocab_size": vocab, "hidden_size": embed,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
         "intermediate_size": mlp, "max_position_embeddings": context, "rms_norm_eps": 1e-5, **more,
     }  # fmt: skip
@@ -41,7 +42,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-70b": _llama(128256, 8192, 80, 64, 8, 28672, 8192, rope_theta=5e5),
     "llama3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1),
     "llama3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1),
-    "llama3.1-405b": _llama(128256, 16384, 126, 128, 8, 53248, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1),
+    "llama3.1-405b": _llama(
+        128256, 16384, 126, 128, 8, 53248, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1,
+    ),
     "llama3.2-1b": _llama(
         128256, 2048, 16, 32, 8, 8192, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1 | {"factor": 32.0},
         tie_word_embeddings=True, head_dim=64,

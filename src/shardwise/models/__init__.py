@@ -1,1 +1,1 @@
-"""The one transformer (Flax NNX) and its parts: configuration, positions, attention, embedding, head, cache."""
+"""The one transformer (Flax NNX) and its parts: config, positions, attention, embedding, head, cache."""

@@ -1,7 +1,8 @@
 """Attention: one function that picks the kernel for the platform, with softmax in float32.
 
-Keys may be attended to by queries of the same segment at the same or a later position. That one rule covers causal
-batches, padding, packed documents and a cache. Not here: projections (transformer.py) and the cache (cache.py).
+Keys may be attended to by queries of the same segment at the same or a later position. That one rule covers
+causal batches, padding, packed documents and a cache. Not here: projections (transformer.py) and the cache
+(cache.py).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def attention(
         q: [B, T, K, G, E]: G query heads share each of K key/value heads.
         k, v: [B, S, K, E].
         visible: positions and segments of queries and keys.
-        kernel: `auto` takes tokamax's fused kernel on GPU and TPU where there is more than one query a row, and XLA
-            elsewhere.
+        kernel: `auto` takes tokamax's fused kernel on GPU and TPU where there is more than one query a row,
+            and XLA elsewhere.
 
     Returns:
         [B, T, K, G, E] in q's dtype. Scores are scaled by 1/√E (Vaswani et al. 2017, eq. 1).

@@ -1,7 +1,7 @@
 """The key/value cache: slots (rows) with a length each, one array per layer and kind.
 
-Arrays are passed in and out of a step and donated. A paged cache will keep this interface. Not here: who gets which
-slot (serving/).
+Arrays are passed in and out of a step and donated. A paged cache will keep this interface. Not here: who
+gets which slot (serving/).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ RopeKind = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and how it is stretched to long contexts."""
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and its stretching to long contexts."""
 
     kind: RopeKind = "default"
     """`default`; `linear` divides positions by `factor` (Chen et al. 2023, arXiv:2306.15595);
@@ -85,8 +85,8 @@ class ModelConfig:
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads;"
-                " the first must be a multiple of the second"
+                f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value"
+                " heads; the first must be a multiple of the second"
             )
         if self.head_dim % 2:
             raise ConfigError(

@@ -18,8 +18,8 @@ def parameter_count(plan: Plan) -> int:
 
 
 def matmul_parameters(plan: Plan) -> int:
-    """Parameters that every token is multiplied with: all matrices, and the head once (tied or not), but not the
-    embedding look-up."""
+    """Parameters that every token is multiplied with: all matrices, and the head once (tied or not), but not
+    the embedding look-up."""
     sizes: Mapping[str, int] = {d.path: math.prod(d.true_shape) for d in plan.decisions if d.init == "normal"}
     total = sum(sizes.values())
     return total if plan.config.tie_embeddings else total - sizes["embed/table"]

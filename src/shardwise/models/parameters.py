@@ -1,7 +1,7 @@
-"""Between the model and plain arrays: what it declares, a flat dict of its parameters, and a fresh draw of them.
+"""Between the model and plain arrays: what it declares, its parameters as a flat dict, a fresh draw of them.
 
-A model's parameters travel as `{path: array}`, the pytree that steps, optimizers and checkpoints share. With stacked
-layers a path is `layers/attn/q_proj/kernel`; with a list of layers, `layers/7/attn/q_proj/kernel`.
+A model's parameters travel as `{path: array}`, the pytree that steps, optimizers and checkpoints share. With
+stacked layers a path is `layers/attn/q_proj/kernel`; with a list of layers, `layers/7/attn/q_proj/kernel`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def unstack(plan: Plan, mesh: jax.sharding.Mesh, params: Params) -> Params:
 def init_params(plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype) -> Params:
     """Freshly drawn stacked parameters, the same on every mesh.
 
-    Matrices and embeddings are normal with the config's `initializer_range`, norm scales one, biases zero. The true
-    shape is drawn and then padded; each parameter's key comes from the seed and its path.
+    Matrices and embeddings are normal with the config's `initializer_range`, norm scales one, biases zero.
+    The true shape is drawn and then padded; each parameter's key comes from the seed and its path.
     """
     key = jax.random.key(seed)
     return {d.path: _init_one(plan, mesh, d, key, jnp.dtype(dtype)) for d in plan.decisions}
@@ -100,20 +100,29 @@ def _init_one(
 
 
 @lru_cache(maxsize=64)
-def _drawer(axes, shape, padding: Padding, sharding, scale: float, dtype: jnp.dtype):
+def _drawer(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    padding: Padding,
+    sharding: jax.sharding.NamedSharding,
+    scale: float,
+    dtype: jnp.dtype,
+) -> jax.stages.Wrapped:
     """One compiled draw for all parameters of the same shape and cut."""
 
     def draw(key: jax.Array) -> jax.Array:
         value = jax.random.normal(key, padding.true_shape(axes), jnp.float32) * scale
         return padding.pad(value.astype(dtype), axes, shape)
 
-    # LLVM spends seconds on each such draw at its default level 2, though it runs once; level 1 takes a third of that
-    # and runs hardly slower.
+    # LLVM spends seconds on each such draw at its default level 2, though it runs once; level 1 takes a third
+    # of that and runs hardly slower.
     return jax.jit(draw, out_shardings=sharding, compiler_options={"xla_backend_optimization_level": 1})
 
 
 @lru_cache(maxsize=64)
-def _template(config: ModelConfig, padding: Padding, stacked: bool):
+def _template(
+    config: ModelConfig, padding: Padding, stacked: bool
+) -> tuple[nnx.GraphDef[Transformer], nnx.FlatState]:
     model = nnx.eval_shape(lambda: Transformer(config, padding, stacked))
     graph, state = nnx.split(model)
     return graph, nnx.to_flat_state(state)

@@ -1,6 +1,7 @@
 """Rotary position embedding: inverse frequencies for each kind of scaling, and the rotation.
 
-The halves convention of Hugging Face: feature i turns with feature i + E/2. Not here: learned positions and ALiBi.
+The halves convention of Hugging Face: feature i turns with feature i + E/2. Not here: learned positions and
+ALiBi.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     Returns:
         float64 [E/2].
 
-    Source: Su et al. 2021 eq. 15; `linear`: Chen et al. 2023; `llama3`: the smooth interpolation published with
-    Llama 3.1: wavelengths longer than original_max_position / low_freq_factor are stretched by `factor`, those
-    shorter than original_max_position / high_freq_factor are kept, those between are blended linearly in frequency.
+    Source: Su et al. 2021 eq. 15; `linear`: Chen et al. 2023; `llama3`: the smooth interpolation published
+    with Llama 3.1: wavelengths longer than original_max_position / low_freq_factor are stretched by `factor`,
+    those shorter than original_max_position / high_freq_factor are kept, those between are blended linearly
+    in frequency.
     """
     frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":

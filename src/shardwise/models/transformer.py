@@ -1,14 +1,16 @@
 """The one decoder transformer, in Flax NNX: parameters, names, logical axes and the forward pass.
 
-Shapes: B batch, T query length, S key length, D embed, K kv heads (slots after padding), G query heads per kv head,
-E head_dim, F mlp, V vocab, L layers. Not here: steps, losses, sampling (steps/), and what a family's files call
-these tensors (families/).
+Shapes: B batch, T query length, S key length, D embed, K kv heads (slots after padding), G query heads per
+kv head, E head_dim, F mlp, V vocab, L layers. Not here: steps, losses, sampling (steps/), and what a family's
+files call these tensors (families/).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,19 @@ Remat = Literal["none", "dots", "full"]
 """What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu": jax.nn.relu}
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def _gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) · up; the backward pass keeps only the two, not what lies between."""
+    return _ACTIVATIONS[activation](gate) * up
+
+
+@partial(jax.checkpoint, static_argnums=1)
+def _normed(x: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square, computed in float32 at least; the backward pass keeps x alone."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class Declare:
@@ -56,9 +71,7 @@ class RMSNorm(nnx.Module):
         self.scale = declare.param("vector", init="ones")
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * place.weight(self.path + "scale", self.scale[...])
+        return _normed(x, self.eps) * place.weight(self.path + "scale", self.scale[...])
 
 
 class Linear(nnx.Module):
@@ -77,7 +90,8 @@ class Linear(nnx.Module):
         """Project `x` [B, T, inputs…] to [B, T, outputs…], laid out as `out_axes` say.
 
         Args:
-            repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as stored.
+            repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as
+                stored.
         """
         kernel = place.weight(self.path + "kernel", self.kernel[...])
         bias = None if self.bias is None else place.weight(self.path + "bias", self.bias[...])
@@ -110,7 +124,7 @@ class Attention(nnx.Module):
         cached: tuple[jax.Array, jax.Array, jax.Array] | None,
         kernel: Kernel,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Attend; with `cached` (keys, values [B, S, K, E], starts [B]) new keys and values are written first."""
+        """Attend; `cached` (keys, values [B, S, K, E], starts [B]) takes the new keys and values first."""
         repeat = jnp.asarray(self.heads.kv_of_slot) if self.heads.repeat > 1 else None
         query_axes = ("batch", "length", "heads", "q_per_kv", "head_dim")
         q = self.q_proj(place, x, *query_axes)
@@ -142,7 +156,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
         gate = self.gate_proj(place, x, "batch", "length", "mlp")
         up = self.up_proj(place, x, "batch", "length", "mlp")
-        return self.down_proj(place, _ACTIVATIONS[self.activation](gate) * up, "batch", "length", "embed")
+        return self.down_proj(place, _gated(self.activation, gate, up), "batch", "length", "embed")
 
 
 class Block(nnx.Module):
@@ -154,7 +168,15 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(declare.below("mlp_norm"), config.norm_eps)
         self.mlp = GatedMLP(declare.below("mlp"), config)
 
-    def __call__(self, place: Placement, x: jax.Array, turn, visible, cached, kernel):
+    def __call__(
+        self,
+        place: Placement,
+        x: jax.Array,
+        turn: tuple[jax.Array, jax.Array],
+        visible: Visibility,
+        cached: tuple[jax.Array, jax.Array, jax.Array] | None,
+        kernel: Kernel,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         attended, updated = self.attn(place, self.attn_norm(place, x), turn, visible, cached, kernel)
         x = x + attended
         x = x + self.mlp(place, self.mlp_norm(place, x))
@@ -164,8 +186,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, L blocks, final norm and head.
 
-    Layers are one stacked block, run by a scan (training), or a list of blocks (decoding, where slicing a stack
-    costs more than the layer itself on a CPU).
+    Layers are one stacked block, run by a scan (training), or a list of blocks (decoding, where slicing a
+    stack costs more than the layer itself on a CPU).
     """
 
     def __init__(self, config: ModelConfig, padding: Padding, stacked: bool):
@@ -225,8 +247,8 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: int32 [B, T], right-padded.
-            counts: int32 [B]: how many of the T are real; the row grows by that many. What padding writes past it is
-                overwritten by the next call and never visible.
+            counts: int32 [B]: how many of the T are real; the row grows by that many. What padding writes
+                past it is overwritten by the next call and never visible.
             cache: has room for T more tokens in every row (the caller checks on the host).
         """
         assert not self.stacked, "decoding needs per-layer weights"
@@ -257,13 +279,15 @@ class Transformer(nnx.Module):
             "lm_head/kernel", self.lm_head["kernel"])  # fmt: skip
         return vocabulary.logits(place, hidden, place.weight(path, owner[...]))
 
-    def _enter(self, place: Placement, tokens: jax.Array, positions: jax.Array):
+    def _enter(
+        self, place: Placement, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         table = VocabTable.of(place, "embed/table", self.embed["table"][...])
         x = place.activation(vocabulary.look_up(place, table, tokens), "batch", "length", "embed")
         return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
 
 
-def _remat(body, remat: Remat):
+def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies

@@ -1,7 +1,7 @@
 """Both ends of the vocabulary: embedding look-up and output head, with the vocabulary cut over `tp`.
 
-Each runs on its own rows of the table (shard_map), so that neither gathers it. Not here: the loss (steps/loss.py)
-and sampling (steps/sampling.py), which work on logits left cut.
+Each runs on its own rows of the table (shard_map), so that neither gathers it. Not here: the loss
+(steps/loss.py) and sampling (steps/sampling.py), which work on logits left cut.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class VocabTable:
 
     value: jax.Array
     spec: Spec
-    """Cut of its dims; `fsdp` on D where that is how it is stored: it is then gathered inside the shard_map, whose
-    gradient is a true reduce-scatter."""
+    """Cut of its dims; `fsdp` on D where that is how it is stored: it is then gathered inside the shard_map,
+    whose gradient is a true reduce-scatter."""
 
     @classmethod
     def of(cls, place: Placement, path: str, value: jax.Array) -> VocabTable:
@@ -49,8 +49,8 @@ def look_up(place: Placement, table: VocabTable, tokens: jax.Array) -> jax.Array
         tokens: int32 [B, T]; every id must be below the true vocabulary size.
 
     Returns:
-        [B, T, D], whole in D. Every device looks up the ids that it holds; the sum over `tp` has one non-zero term,
-        so it is exact.
+        [B, T, D], whole in D. Every device looks up the ids that it holds; the sum over `tp` has one non-zero
+        term, so it is exact.
     """
     if place.mesh.size == 1:
         return table.value.at[tokens].get(mode="clip")

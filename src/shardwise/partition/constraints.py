@@ -17,7 +17,7 @@ from shardwise.partition.rules import Spec
 
 @dataclass(frozen=True)
 class Placement:
-    """A Plan bound to a device mesh and a compute dtype; what the model's forward pass asks for constraints."""
+    """A Plan bound to a device mesh and a compute dtype; the model's forward pass asks it for constraints."""
 
     plan: Plan
     mesh: jax.sharding.Mesh
@@ -35,15 +35,15 @@ class Placement:
         return with_sharding_constraint(x, named_sharding(self.mesh, spec))
 
     def activation(self, x: jax.Array, *axes: str) -> jax.Array:
-        """`x` cut as the rules say for its logical axes (`embed` stays whole: fsdp splits the batch instead)."""
+        """`x` cut as the rules say for its logical axes (`embed` stays whole: fsdp splits the batch)."""
         spec = tuple(() if axis == "embed" else self.plan.rules.mesh_axes(axis) for axis in axes)
         return self.constrain(x, spec)
 
     def stored(self, path: str, value: jax.Array) -> jax.Array:
         """A parameter in the compute dtype, still lying as it is stored.
 
-        The cast is held to the stored spec, so that what travels afterwards is the compute dtype; without that the
-        partitioner may gather float32.
+        The cast is held to the stored spec, so that what travels afterwards is the compute dtype; without
+        that the partitioner may gather float32.
 
         Args:
             path: parameter path; below `layers/` the value is one layer's slice.
@@ -53,7 +53,7 @@ class Placement:
         return self.constrain(value.astype(self.compute_dtype), self.plan[path].spec[skip:])
 
     def weight(self, path: str, value: jax.Array) -> jax.Array:
-        """A parameter ready for use: cast, then gathered over `fsdp` (and only that), then trimmed to its use shape.
+        """A parameter ready for use: cast, gathered over `fsdp` (and only that), trimmed to its use shape.
 
         Args and shapes as for `stored`.
         """

@@ -1,6 +1,7 @@
 """Mesh specifications: reading `dp:1,fsdp:-1,tp:1` or `1,-1,1`, fitting them to devices, building the mesh.
 
-Not here: which tensor goes on which axis (rules.py, plan.py) and how fake devices come to be (runtime/devices.py).
+Not here: which tensor goes on which axis (rules.py, plan.py) and how fake devices come to be
+(runtime/devices.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FORMS = "write three numbers for dp,fsdp,tp like 1,-1,1, or names like dp:1,fsd
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the mesh axes `dp`, `fsdp`, `tp`; one of them may still be -1 (inferred from the device count)."""
+    """Sizes of the mesh axes `dp`, `fsdp`, `tp`; one may still be -1 (inferred from the device count)."""
 
     dp: int = 1
     """Copies of the parameters; splits the batch."""
@@ -37,7 +38,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Read `1,-1,1`, `dp:1,fsdp:-1,tp:1`, `dp=2,tp=4` (axes left out are 1), with an optional leading `!`.
+        """Read `1,-1,1`, `dp:1,fsdp:-1,tp:1`, `dp=2,tp=4` (axes left out are 1), perhaps with a leading `!`.
 
         Raises:
             MeshError: anything else, more than one -1, or a size below 1.
@@ -117,7 +118,8 @@ class MeshSpec:
             product = math.prod(sizes.values())
             need = f"needs {product} device{'s' if product > 1 else ''}"
         nearest = " or ".join(str(mesh) for mesh in _nearest(sizes, num_devices))
-        # With a -1 the most of these devices that it can take. Nobody with too many accelerators wants fake ones.
+        # With a -1 the most of these devices that it can take. Nobody with too many accelerators wants fake
+        # ones.
         count = max(known, num_devices // known * known) if -1 in self.sizes.values() else known
         fake = (
             f"; for fake devices give --devices cpu:{count}" if kind == "cpu" or count > num_devices else ""
@@ -146,7 +148,7 @@ def _nearest(wanted: dict[str, int], num_devices: int, most: int = 3) -> list[Me
 
 
 def default_mesh(task: str) -> MeshSpec:
-    """The mesh taken when none is asked for: training all FSDP (`1,-1,1`), everything else all TP (`1,1,-1`)."""
+    """The mesh when none is asked for: training all FSDP (`1,-1,1`), everything else all TP (`1,1,-1`)."""
     return MeshSpec(fsdp=-1) if task == "train" else MeshSpec(tp=-1)
 
 
@@ -194,6 +196,6 @@ def _over_slices(spec: MeshSpec, num_slices: int) -> tuple[tuple[int, ...], tupl
             across = {a: num_slices if a == axis else 1 for a in AXES}
             return tuple(spec.sizes[a] // across[a] for a in AXES), tuple(across.values())
     raise MeshError(
-        f"mesh {spec} cannot span {num_slices} slices: dp or fsdp must be a multiple of {num_slices}, since tp over"
-        " the network between slices would stall every layer"
+        f"mesh {spec} cannot span {num_slices} slices: dp or fsdp must be a multiple of {num_slices}, since"
+        " tp over the network between slices would stall every layer"
     )

@@ -1,7 +1,8 @@
 """True and physical shapes: how heads, kv heads, mlp and vocab are padded so that `tp` divides them.
 
-A parameter has a true shape (the checkpoint's) and a use shape (after padding). Padding is zeros, always at the
-end of a dim, but for query heads, whose two dims (heads, q_per_kv) are regrouped into slots; see HeadSlots.
+A parameter has a true shape (the checkpoint's) and a use shape (after padding). Padding is zeros, always at
+the end of a dim, but for query heads, whose two dims (heads, q_per_kv) are regrouped into slots; see
+HeadSlots.
 Not here: which axis cuts which dim (plan.py).
 """
 
@@ -34,9 +35,9 @@ def round_up(number: int, multiple: int) -> int:
 class HeadSlots:
     """How K kv heads with G query heads each are laid out in S slots that `tp` divides.
 
-    Every kv head is repeated `repeat` times; each repetition is a slot and takes `group` = ⌈G / repeat⌉ of its
-    query heads. Slots are then padded to a multiple of tp. Query weights lie as (…, S, group, …); the q head
-    (k, g) sits in slot k·repeat + g // group at place g % group.
+    Every kv head is repeated `repeat` times; each repetition is a slot and takes `group` = ⌈G / repeat⌉ of
+    its query heads. Slots are then padded to a multiple of tp. Query weights lie as (…, S, group, …); the q
+    head (k, g) sits in slot k·repeat + g // group at place g % group.
     """
 
     kv_heads: int
@@ -52,7 +53,7 @@ class HeadSlots:
 
     @classmethod
     def choose(cls, kv_heads: int, q_per_kv: int, tp: int) -> HeadSlots:
-        """The layout with the least work per device: query heads and kv heads cost the same two matrices each."""
+        """The layout with the least work per device: a query head and a kv head cost two matrices each."""
         candidates = [
             cls(kv_heads, q_per_kv, repeat, round_up(kv_heads * repeat, tp))
             for repeat in range(1, q_per_kv + 1)
@@ -87,7 +88,7 @@ class HeadSlots:
         return np.minimum(np.arange(self.slots) // self.repeat, self.stored_kv_heads - 1).astype(np.int32)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Where slots [start, stop) come from: (slot, kv head, first query head, number of query heads) each."""
+        """Where slots [start, stop) come from: (slot, kv head, first query head, number of them) each."""
         found = []
         for slot in range(start, min(stop, self.kv_heads * self.repeat)):
             first = (slot % self.repeat) * self.group

@@ -1,7 +1,7 @@
 """The Plan: one immutable value that says, for every parameter, how it is cut and padded, and by which rule.
 
-Loading, training, evaluation, generation, checkpoints and export all read the same Plan. It needs no arrays and no
-devices. Not here: arrays themselves (checkpoints/, steps/) and what a cut costs (planner/).
+Loading, training, evaluation, generation, checkpoints and export all read the same Plan. It needs no arrays
+and no devices. Not here: arrays themselves (checkpoints/, steps/) and what a cut costs (planner/).
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def make_plan(
         overrides: tried in order before the rules; the first that matches a path decides it.
 
     Raises:
-        ConfigError: a logical axis without a rule, an axis on two dims, an override that decides nothing, has the
-            wrong rank or an axis that does not divide its dim.
+        ConfigError: a logical axis without a rule, an axis on two dims, an override that decides nothing, has
+            the wrong rank or an axis that does not divide its dim.
     """
     rules = rules or Rules()
     overrides = tuple(overrides)
@@ -188,8 +188,9 @@ def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Pa
         if shape[dim] % size:
             if axes[dim] != "kv_heads":
                 raise ConfigError(
-                    f"{param.path}: dim {axes[dim]} of {shape[dim]} is not divided by {'×'.join(kept)} = {size}, and"
-                    f" only heads, kv_heads, mlp and vocab are padded (for tp); change the rule for {axes[dim]!r}"
+                    f"{param.path}: dim {axes[dim]} of {shape[dim]} is not divided by {'×'.join(kept)} ="
+                    f" {size}, and only heads, kv_heads, mlp and vocab are padded (for tp); change the"
+                    f" rule for {axes[dim]!r}"
                 )
             kept = ()  # kv heads held once on every device and repeated at use; _padding_notes says so
         spec.append(kept)
@@ -200,8 +201,8 @@ def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Pa
         or "whole (no axis cuts it)"
     )
     return Decision(
-        param.path, axes, param.init, padding.true_shape(axes), use_shape, tuple(shape), tuple(spec), f"rules {by}",
-        tuple(notes),
+        param.path, axes, param.init, padding.true_shape(axes), use_shape, tuple(shape), tuple(spec),
+        f"rules {by}", tuple(notes),
     )  # fmt: skip
 
 
@@ -212,7 +213,7 @@ def _place_fsdp(
     wanted: Sequence[tuple[str, ...]],
     mesh: MeshSpec,
 ) -> list[str]:
-    """Put `fsdp` on the dim that the rules name if it divides it, else on another; changes `spec` and `shape`."""
+    """Put `fsdp` on the dim that the rules name if it divides that, else on another; changes both lists."""
     asked = next(dim for dim, mesh_axes in enumerate(wanted) if "fsdp" in mesh_axes)
 
     def divides(dim: int) -> bool:
@@ -251,24 +252,25 @@ def _decide_by_override(param: ParamSpec, override: Override, mesh: MeshSpec, pa
     if len(spec) != len(axes):
         dims = ", ".join(f"{axis} {size}" for axis, size in zip(axes, use_shape, strict=True))
         raise ConfigError(
-            f"override {override.text!r} has {len(override.spec)} entries, but {param.path} has {len(axes)} dims ({dims})"
+            f"override {override.text!r} has {len(override.spec)} entries, but {param.path} has"
+            f" {len(axes)} dims ({dims})"
             + ("; the first, layers, may be left out" if axes[0] == "layers" else "")
         )
     if axes[0] == "layers" and spec[0]:
         raise ConfigError(
-            f"override {override.text!r} cuts the layers of {param.path}, but layers run one after the other; cut"
-            f" another dim ({', '.join(axes[1:])})"
+            f"override {override.text!r} cuts the layers of {param.path}, but layers run one after the other;"
+            f" cut another dim ({', '.join(axes[1:])})"
         )
     for axis, size, mesh_axes in zip(axes, use_shape, spec, strict=True):
         if size % mesh.size(mesh_axes):
             raise ConfigError(
-                f"override {override.text!r}: {'×'.join(mesh_axes)} = {mesh.size(mesh_axes)} does not divide dim"
-                f" {axis} of {param.path}, which is {size}; put the axis on another dim, or drop it"
+                f"override {override.text!r}: {'×'.join(mesh_axes)} = {mesh.size(mesh_axes)} does not divide"
+                f" dim {axis} of {param.path}, which is {size}; put the axis on another dim, or drop it"
             )
     notes = _padding_notes(axes, mesh, padding)
     return Decision(
-        param.path, axes, param.init, padding.true_shape(axes), use_shape, use_shape, spec, f"override {override.text}",
-        tuple(notes),
+        param.path, axes, param.init, padding.true_shape(axes), use_shape, use_shape, spec,
+        f"override {override.text}", tuple(notes),
     )  # fmt: skip
 
 
@@ -299,6 +301,9 @@ def _padding_notes(axes: Sequence[str], mesh: MeshSpec, padding: Padding) -> lis
 
 def _matched_nothing(override: Override, paths: Sequence[str]) -> str:
     if any(override.matches(path) for path in paths):
-        return f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it up or drop it"
+        return (
+            f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it"
+            " up or drop it"
+        )
     near = get_close_matches(override.pattern, paths, n=1, cutoff=0.3)
     return f"override {override.text!r} matches no parameter" + (f"; nearest path: {near[0]}" if near else "")

@@ -31,7 +31,8 @@ def put_rows(
 
     Args:
         arrays: each [B, …]; or, with `rows`, [len(rows), …].
-        rows: which rows of the global batch the arrays hold (see local_rows); every process then gives its own.
+        rows: which rows of the global batch the arrays hold (see local_rows); every process then gives its
+            own.
         batch: B, with `rows`.
     """
     where = {row: i for i, row in enumerate(rows)} if rows is not None else None

@@ -1,4 +1,4 @@
-"""Rules (logical axis → mesh axes) and overrides (regex on the parameter path → spec), as the user writes them.
+"""Rules (logical axis → mesh axes) and overrides (regex on parameter paths → spec), as the user writes them.
 
 Not here: applying them to tensors (plan.py).
 """
@@ -41,7 +41,8 @@ class Rules:
                 raise ConfigError(f"logical axis {logical!r} has more than one rule; keep one")
             if any(axis not in AXES for axis in mesh_axes) or len(set(mesh_axes)) < len(mesh_axes):
                 raise ConfigError(
-                    f"rule {logical!r} → {mesh_axes!r}: give a tuple of different mesh axes out of {', '.join(AXES)}"
+                    f"rule {logical!r} → {mesh_axes!r}: give a tuple of different mesh axes out of"
+                    f" {', '.join(AXES)}"
                 )
 
     @cached_property
@@ -69,7 +70,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Read `REGEX=SPEC`, with SPEC like `tp,fsdp`, `None,(fsdp,tp)` or `P('tp', 'fsdp')`; `mp` means `tp`.
+        """Read `REGEX=SPEC`, SPEC being like `tp,fsdp`, `None,(fsdp,tp)` or `P('tp', 'fsdp')`; `mp` is `tp`.
 
         Raises:
             ConfigError: no `=`, a broken regex, an unknown axis, or one axis on two dims.
@@ -96,8 +97,8 @@ def _parse_spec(body: str, text: str) -> Spec:
     inner = (wrapped[1] if wrapped else body).replace("'", "").replace('"', "")
     if not re.fullmatch(rf"\s*{_ITEM}(\s*,\s*{_ITEM})*\s*,?\s*", inner):
         raise ConfigError(
-            f"override {text!r}: the spec {body!r} cannot be read; write one entry a dim, like tp,None,fsdp or"
-            " None,(fsdp,tp), with None for a dim that stays whole"
+            f"override {text!r}: the spec {body!r} cannot be read; write one entry a dim, like tp,None,fsdp"
+            " or None,(fsdp,tp), with None for a dim that stays whole"
         )
     items = re.findall(_ITEM, inner)
     spec: list[tuple[str, ...]] = []

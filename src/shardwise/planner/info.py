@@ -1,4 +1,4 @@
-"""`shardwise info`: what a model is made of and, for a mesh, how each kind of tensor is cut; from shapes alone.
+"""`shardwise info`: what a model is made of and how a mesh cuts each kind of tensor; from shapes alone.
 
 Not here: costs and reasons in full (explain, later in this folder).
 """
@@ -56,14 +56,15 @@ def describe(config: ModelConfig, plan: Plan) -> list[str]:
         f" ({config.num_kv_heads} kv) of {config.head_dim}, mlp {config.mlp_dim}, vocab {config.vocab_size:,}"
         f"{' (tied head)' if config.tie_embeddings else ''}",
         f"context {config.max_position:,} tokens, rotary theta {config.rope.theta:g} ({rope})",
-        f"{count:,} parameters: {count * 4 / 2**30:.2f} GiB in float32, {count * 2 / 2**30:.2f} GiB in bfloat16",
+        f"{count:,} parameters: {count * 4 / 2**30:.2f} GiB in float32,"
+        f" {count * 2 / 2**30:.2f} GiB in bfloat16",
         f"{forward_flops_per_token(plan, 1) / 1e9:.3g} GFLOP a token forward (short context),"
         f" {cache * 2 / 2**10:.3g} KiB of cache a token in bfloat16",
     ]
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """One line for each kind of tensor: shapes, cut, float32 bytes on each device; then every padding and fallback."""
+    """One line for each kind of tensor: shapes, cut, float32 bytes a device; then paddings and fallbacks."""
     table = Table(box=None, pad_edge=False)
     for name in ("tensor", "true shape", "stored as", "cut", "MiB each"):
         table.add_column(name, justify="right" if name.startswith("MiB") else "left", no_wrap=True)
@@ -82,10 +83,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(table)
     each = sum(bytes_per_device(plan, d) for d in plan.decisions)
     true = sum(4 * math.prod(d.true_shape) for d in plan.decisions)
-    stored = sum(4 * math.prod(d.shape) for d in plan.decisions)
+    padded = sum(4 * math.prod(d.shape) for d in plan.decisions)
     console.print(
         f"parameters a device: {each / 2**20:.1f} MiB in float32 of {true / 2**20:.1f} in all; padding adds"
-        f" {stored / true - 1:.1%}"
+        f" {padded / true - 1:.1%}"
     )
     for note, paths in notes.items():
         console.print(f"note: {note}  [{', '.join(paths)}]", markup=False)

@@ -24,7 +24,7 @@ def tune_malloc(
     *,
     mmap_threshold: int = _INT_MAX,
     trim_threshold: int = _INT_MAX,
-    arena_max: int | None = None,
+    arena_max: int | None = 1,
     environ: Mapping[str, str] | None = None,
 ) -> bool:
     """Makes glibc's malloc keep large freed blocks instead of returning them to the kernel.
@@ -37,7 +37,9 @@ def tune_malloc(
     Args:
         mmap_threshold: bytes; blocks below come from the heap, which keeps them (at most 2**31 - 1).
         trim_threshold: bytes; free memory at the heap's end that is kept (at most 2**31 - 1).
-        arena_max: number of heaps for threads; None leaves glibc's choice.
+        arena_max: number of heaps for threads; None leaves glibc's choice. Heaps of threads other than the
+            main one hold at most 64 MiB, so that XLA's larger buffers would be mapped anew each time: one
+            heap for all.
         environ: for tests; None is os.environ.
     Returns:
         Whether all settings were made.

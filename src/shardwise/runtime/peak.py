@@ -28,8 +28,8 @@ _BF16_PEAK = {
 def peak_flops(compute_dtype: str) -> tuple[float, str]:
     """Peak of all local and remote devices together, in FLOP/s, and where the number comes from.
 
-    Accelerators are looked up by device kind; on CPUs a 2048³ matrix product is timed (0.2 s), once for the whole
-    machine, since fake devices share it.
+    Accelerators are looked up by device kind; on CPUs a 2048³ matrix product is timed (0.2 s), once for the
+    whole machine, since fake devices share it.
     """
     import jax
     import jax.numpy as jnp

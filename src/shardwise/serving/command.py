@@ -62,7 +62,7 @@ def run(options: GenerateOptions) -> int:
 
 
 def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Ids of a prompt: raw text as the tokenizer gives it, or one user message in the model's chat template."""
+    """Ids of a prompt: raw text as the tokenizer gives it, or a user's message in the chat template."""
     if chat:
         if not tokenizer.chat_template:
             raise ConfigError("--chat: this model has no chat template; leave --chat out")
@@ -83,7 +83,7 @@ def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
 
 
 def stop_ids(model: Model, extra: tuple[str, ...] = ()) -> set[int]:
-    """Ids that end a generation: every EOS that tokenizer, generation config or config name, and `extra` tokens."""
+    """Ids that end a generation: each EOS that tokenizer, generation config or config name, and `extra`."""
     source, found = model.checkpoint, set()
     for config in (source.generation_config or {}, source.hf_config):
         value = config.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Generation for a fixed batch of prompts: prefill, then one token a row and step until every row has stopped.
+"""Generation for a fixed batch of prompts: prefill, then one token a row and step until all rows stopped.
 
 Not here: continuous batching and HTTP (later in this folder).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.api import Model
 
 CAPACITY_STEP = 64
-"""Cache rows and prompts are rounded up to this many tokens, so that similar requests share compiled steps."""
+"""Cache rows and prompts are rounded up to this many tokens, so that like requests share compiled steps."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def stream(
         lost = next((row for row in sorted(running) if not 0 <= host[row] < model.config.vocab_size), None)
         if lost is not None:
             raise CheckpointError(
-                f"the model's logits for prompt {lost} are not numbers: the weights are broken, or too large for"
-                f" compute dtype {model.compute_dtype} (float32 holds more)"
+                f"the model's logits for prompt {lost} are not numbers: the weights are broken, or too large"
+                f" for compute dtype {model.compute_dtype} (float32 holds more)"
             )
         yield [(row, int(host[row])) for row in sorted(running)]
         running -= {row for row in running if int(host[row]) in stops}
@@ -156,7 +156,7 @@ def _check(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) 
             raise ConfigError(f"prompt {number} has token id {bad}, outside the vocabulary of {vocab}")
     if longest + max_new_tokens > context:
         raise ContextError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {context};"
-            f" shorten the prompt or ask for at most {max(0, context - longest)} new tokens"
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of"
+            f" {context}; shorten the prompt or ask for at most {max(0, context - longest)} new tokens"
         )
     return longest

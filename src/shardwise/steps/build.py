@@ -5,7 +5,7 @@ Training, evaluation, generation, benchmarks and (later) explain, audit and serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise.models.cache import cache_shape
-from shardwise.models.parameters import bind, layer_paths
+from shardwise.models.cache import KVCache, cache_shape
+from shardwise.models.parameters import Params, bind, layer_paths
+from shardwise.models.transformer import Transformer
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import build_mesh
 from shardwise.partition.plan import Plan, named_sharding
@@ -29,7 +30,7 @@ class Step:
     plan: Plan
     workload: Workload
     mesh: jax.sharding.Mesh
-    fn: Callable[..., Any]
+    fn: jax.stages.Wrapped
     """The jitted function; its first argument (train) or its cache (prefill, decode) is donated."""
     abstract_args: tuple[Any, ...]
     """Shapes, dtypes and shardings of the arguments."""
@@ -49,9 +50,11 @@ def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = N
         train: (TrainState, batch) → (TrainState, metrics), batch as data.packing makes it.
         score: (params, batch) → {"nll": [B, T], "right": [B, T]}.
         logits: (params, batch) → float32 [B, T, V].
-        prefill: (params, cache, tokens [B, T], counts [B], sampling or None) → (ids [B] or logits [B, V], cache).
+        prefill: (params, cache, tokens [B, T], counts [B], sampling or None)
+            → (ids [B] or logits [B, V], cache).
         decode: (params, cache, tokens [B, 1], counts [B], sampling or None) → the same.
-    Parameters are stacked over layers for train, one array per layer for prefill and decode, either for the rest.
+    Parameters are stacked over layers for train, one array per layer for prefill and decode, either for the
+    rest.
 
     Args:
         devices: those of the mesh; default all.
@@ -97,11 +100,15 @@ def abstract_batch(
     return {"tokens": ints, "targets": ints, "segment_ids": ints, "positions": ints, "weights": weights}
 
 
+_Built = tuple[jax.stages.Wrapped, tuple[Any, ...]]
+"""A jitted function and its abstract arguments."""
+
+
 def _is_stacked(params: dict[str, Any]) -> bool:
     return "layers/attn_norm/scale" in params
 
 
-def _train(place: Placement, workload: Workload):
+def _train(place: Placement, workload: Workload) -> _Built:
     plan, mesh = place.plan, place.mesh
     state = train.abstract_state(plan, mesh, workload)
     batch = abstract_batch(plan, mesh, workload.batch, workload.length)
@@ -110,7 +117,9 @@ def _train(place: Placement, workload: Workload):
     return fn, (state, batch)
 
 
-def _hidden(place: Placement, workload: Workload, params: dict[str, jax.Array], batch: dict[str, jax.Array]):
+def _hidden(
+    place: Placement, workload: Workload, params: Params, batch: dict[str, jax.Array]
+) -> tuple[Transformer, jax.Array]:
     model = bind(place.plan, params, _is_stacked(params))
     hidden = model.hidden(
         place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel
@@ -118,7 +127,7 @@ def _hidden(place: Placement, workload: Workload, params: dict[str, jax.Array], 
     return model, hidden
 
 
-def _score(place: Placement, workload: Workload):
+def _score(place: Placement, workload: Workload) -> _Built:
     def score(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         model, hidden = _hidden(place, workload, params, batch)
         nll, right = loss.token_nll(place, hidden, model.head(place), batch["targets"])
@@ -128,7 +137,7 @@ def _score(place: Placement, workload: Workload):
     return jax.jit(score, out_shardings=everywhere), _sequence_args(place, workload)
 
 
-def _logits(place: Placement, workload: Workload):
+def _logits(place: Placement, workload: Workload) -> _Built:
     def logits(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
         model, hidden = _hidden(place, workload, params, batch)
         whole = place.constrain(model.logits(place, hidden), ((), (), ()))
@@ -137,16 +146,22 @@ def _logits(place: Placement, workload: Workload):
     return jax.jit(logits, out_shardings=named_sharding(place.mesh, ())), _sequence_args(place, workload)
 
 
-def _sequence_args(place: Placement, workload: Workload):
+def _sequence_args(place: Placement, workload: Workload) -> tuple[Any, ...]:
     params = abstract_params(place.plan, place.mesh, jnp.dtype(workload.param_dtype), stacked=True)
     return params, abstract_batch(place.plan, place.mesh, workload.batch, workload.length)
 
 
-def _cached(place: Placement, workload: Workload):
+def _cached(place: Placement, workload: Workload) -> _Built:
     plan, mesh = place.plan, place.mesh
     cache = cache_shape(place, workload.batch, workload.capacity)
 
-    def step(params, cache, tokens, counts, chosen_by):
+    def step(
+        params: Params,
+        cache: KVCache,
+        tokens: jax.Array,
+        counts: jax.Array,
+        chosen_by: sampling.SamplingParams | None,
+    ) -> tuple[jax.Array, KVCache]:
         model = bind(plan, params, stacked=False)
         hidden, cache = model.hidden_cached(place, tokens, counts, cache, workload.kernel)
         last = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -156,6 +171,7 @@ def _cached(place: Placement, workload: Workload):
             return place.constrain(logits, ((), ()))[:, : plan.config.vocab_size], cache
         if workload.choose == "greedy":
             return sampling.greedy(place, logits), cache
+        assert chosen_by is not None, "drawing needs SamplingParams"
         return sampling.sample(place, logits, chosen_by, cache.lengths), cache
 
     rows = (plan.batch_axes(),)

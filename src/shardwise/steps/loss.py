@@ -1,7 +1,7 @@
 """Cross-entropy with the vocabulary cut over `tp`, a part of the sequence at a time, with masks and z-loss.
 
-Logits exist only for one chunk of tokens and one shard of the vocabulary. When differentiated, the gradient of a
-chunk is formed while its logits are at hand, so that the head's product is not computed twice.
+Logits exist only for one chunk of tokens and one shard of the vocabulary. When differentiated, the gradient
+of a chunk is formed while its logits are at hand, so that the head's product is not computed twice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cross_entropy(
     weights: jax.Array,
     z_loss: float,
 ) -> jax.Array:
-    """Σ weight · (NLL + z_loss · log²Z) over all tokens of all devices; a scalar, differentiable in hidden and head.
+    """Σ weight · (NLL + z_loss · log²Z) over all tokens of all devices; differentiable in hidden and head.
 
     Args:
         hidden: [B, T, D].
@@ -103,7 +103,17 @@ def cross_entropy(
     return total(hidden, head.value)
 
 
-def _total(place, head, z_loss, x, w, targets, weights, differentiate):
+def _total(
+    place: Placement,
+    head: VocabTable,
+    z_loss: float,
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    differentiate: bool,
+) -> tuple[jax.Array, ...]:
+    """The sum; where it is differentiated also its gradients in `x` and `w`."""
     rules = place.plan.rules
     batch, vocab = rules.mesh_axes("batch"), rules.mesh_axes("vocab")
     x_spec, w_spec = partition_spec((batch, (), ())), partition_spec(head.spec)
@@ -117,12 +127,14 @@ def _total(place, head, z_loss, x, w, targets, weights, differentiate):
         out_specs=(scalar, x_spec, w_spec) if differentiate else (scalar,),
         check_vma=False,  # sums over the mesh are written out below
     )
-    def local(x, w, targets, weights):
+    def local(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
         w = head.gather(w)
         terms = _Terms(place, w)
         wide = terms.wide
 
-        def one(carry, chunk):
+        def one(
+            carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
             x, targets, weights = chunk
             logits, best = terms.logits(x)
             lse, normed = terms.log_sum_exp(logits, best)
@@ -155,7 +167,7 @@ def _total(place, head, z_loss, x, w, targets, weights, differentiate):
 
 
 class _Terms:
-    """Inside a shard_map: what cross-entropy needs of one shard's logits, summed over the vocabulary's axes."""
+    """Inside a shard_map: what cross-entropy needs of one shard's logits, summed over the vocabulary."""
 
     def __init__(self, place: Placement, w: jax.Array):
         self.w = w

@@ -44,8 +44,8 @@ def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:
         step: number of the step, from 1.
 
     Returns:
-        float32: peak · step / warmup while step ≤ warmup, then peak · (end + (1 − end) · ½(1 + cos πx)), with x
-        rising from 0 at the first step after warm-up towards 1 at the step after the last.
+        float32: peak · step / warmup while step ≤ warmup, then peak · (end + (1 − end) · ½(1 + cos πx)), with
+        x rising from 0 at the first step after warm-up towards 1 at the step after the last.
     """
     step = jnp.asarray(step, jnp.float32)
     rise = step / max(config.warmup_steps, 1)
@@ -76,8 +76,8 @@ def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, state: Any) -> Any:
     """For every array of an optimizer state, the sharding of the parameter that it belongs to.
 
     Args:
-        state: pytree of arrays or shapes; leaves under a parameter's path follow that parameter, counters are on
-            every device.
+        state: pytree of arrays or shapes; leaves under a parameter's path follow that parameter, counters are
+            on every device.
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.NamedSharding:

@@ -1,14 +1,16 @@
 """The next token, chosen without gathering the logits: greedy, temperature, top-k, top-p.
 
-Every shard of the vocabulary works on its own columns; what is exchanged are maxima, counts and sums of one number a
-row. The choice depends on the request's seed and the token's position alone: not on the mesh, the padding or what
-else is in the batch. Ties take the lowest id.
+Every shard of the vocabulary works on its own columns; what is exchanged are maxima, counts and sums of one
+number a row. The choice depends on the request's seed and the token's position alone: not on the mesh, the
+padding or what else is in the batch. Ties take the lowest id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,8 @@ def sample(place: Placement, logits: jax.Array, params: SamplingParams, position
 
     Args:
         logits: float32 [B, V] cut over the vocabulary; padded ids −inf.
-        positions: int32 [B]: position that the new token will take; with the seed it gives the random numbers.
+        positions: int32 [B]: position that the new token will take; with the seed it gives the random
+            numbers.
 
     Returns:
         int32 [B].
@@ -69,8 +72,9 @@ def sample(place: Placement, logits: jax.Array, params: SamplingParams, position
 
 def _sample_shard(shard: _Shard, logits: jax.Array, gumbel: jax.Array, params: SamplingParams) -> jax.Array:
     cold = params.temperature < GREEDY_BELOW
-    # Subtracting first makes the greatest exactly 0, hence its power exactly 1. The other way round XLA may fuse
-    # logits · (1 / temperature) − greatest into one rounding, and the greatest then misses itself by an ulp.
+    # Subtracting first makes the greatest exactly 0, hence its power exactly 1. The other way round XLA may
+    # fuse logits · (1 / temperature) − greatest into one rounding, and the greatest then misses itself by an
+    # ulp.
     scaled = (logits - shard.max(logits)[:, None]) / jnp.where(cold, 1.0, params.temperature)[:, None]
     powers = jnp.exp(scaled)
     everything = jnp.iinfo(jnp.int32).max
@@ -111,11 +115,17 @@ class _Shard:
         lowest = jnp.min(jnp.where(values == best[:, None], self.ids, jnp.iinfo(jnp.int32).max), axis=-1)
         return jax.lax.pmin(lowest, self.axes) if self.axes else lowest
 
-    def keep_largest(self, powers: jax.Array, measure, wanted: jax.Array, unit) -> jax.Array:
-        """bool [b, v]: the fewest largest `powers` whose measure reaches `wanted`; among equals the lowest ids.
+    def keep_largest(
+        self,
+        powers: jax.Array,
+        measure: Callable[[jax.Array], jax.Array],
+        wanted: jax.Array,
+        unit: Callable[[jax.Array], jax.Array] | None,
+    ) -> jax.Array:
+        """bool [b, v]: the fewest largest `powers` whose measure reaches `wanted`; of equals the lowest ids.
 
-        The value of the last one kept is found by bisection on the bits of the float, whose order for numbers that
-        are not negative is that of the numbers: 31 rounds, each a sum of one number a row.
+        The value of the last one kept is found by bisection on the bits of the float, whose order for numbers
+        that are not negative is that of the numbers: 31 rounds, each a sum of one number a row.
 
         Args:
             powers: float32 [b, v], not negative.
@@ -154,7 +164,10 @@ class _Shard:
 
 
 def _over_vocab(
-    place: Placement, choose, *columns: jax.Array, rows: SamplingParams | None = None
+    place: Placement,
+    choose: Callable[..., jax.Array],
+    *columns: jax.Array,
+    rows: SamplingParams | None = None,
 ) -> jax.Array:
     """Run `choose(shard, columns…, rows…)` on each device's rows and columns."""
     batch, vocab = place.plan.rules.mesh_axes("batch"), place.plan.rules.mesh_axes("vocab")
@@ -167,7 +180,7 @@ def _over_vocab(
         out_specs=partition_spec((batch,)),
         check_vma=False,
     )
-    def local(*args):
+    def local(*args: Any) -> jax.Array:
         return choose(_Shard(vocab, args[0].shape[-1]), *args)
 
     return local(*columns, *extra)

@@ -1,11 +1,12 @@
 """One optimizer step: loss and gradients over micro-batches, clipping, AdamW.
 
-The loss is Σ over trained tokens divided once by their number in the whole global batch, so that neither the mesh nor
-the micro-batch split changes it. Not here: the loop around it (training/).
+The loss is Σ over trained tokens divided once by their number in the whole global batch, so that neither the
+mesh nor the micro-batch split changes it. Not here: the loop around it (training/).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ def abstract_state(plan: Plan, mesh: jax.sharding.Mesh, workload: Workload) -> T
         d.path: jax.ShapeDtypeStruct(d.shape, dtype, sharding=plan.sharding(mesh, d.path))
         for d in plan.decisions
     }
-    state = jax.eval_shape(make_optimizer(workload.optimizer, plan).init, params)
+    state = jax.eval_shape(make_optimizer(workload.trained_by, plan).init, params)
     shardings = state_shardings(plan, mesh, state)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
     return TrainState(params, state, jax.ShapeDtypeStruct((), jnp.int32, sharding=named_sharding(mesh, ())))
@@ -53,7 +54,7 @@ def start_state(plan: Plan, mesh: jax.sharding.Mesh, workload: Workload, params:
     shardings = jax.tree.map(lambda x: x.sharding, (shapes.optimizer, shapes.step))
 
     def init(params: Params) -> tuple[Any, jax.Array]:
-        return make_optimizer(workload.optimizer, plan).init(params), jnp.zeros((), jnp.int32)
+        return make_optimizer(workload.trained_by, plan).init(params), jnp.zeros((), jnp.int32)
 
     return TrainState(params, *jax.jit(init, out_shardings=shardings)(params))
 
@@ -107,12 +108,14 @@ def loss_and_gradients(
     return value, gradients, tokens
 
 
-def train_step(place: Placement, workload: Workload):
+def train_step(
+    place: Placement, workload: Workload
+) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """The function (TrainState, batch) → (TrainState, metrics) to be jitted.
 
     A batch without a trained token changes nothing but the step number; its `tokens` metric is 0.
     """
-    optimizer = make_optimizer(workload.optimizer, place.plan)
+    optimizer = make_optimizer(workload.trained_by, place.plan)
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients, tokens = loss_and_gradients(place, workload, state.params, batch)
@@ -128,7 +131,7 @@ def train_step(place: Placement, workload: Workload):
             "loss": value,
             "tokens": tokens,
             "grad_norm": norm,
-            "learning_rate": learning_rate(workload.optimizer, number),
+            "learning_rate": learning_rate(workload.trained_by, number),
         }
         return TrainState(params, inner, number), metrics
 

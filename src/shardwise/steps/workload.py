@@ -20,8 +20,9 @@ class Workload:
     """One compiled step's job."""
 
     task: Task
-    """`train`: loss, gradients, update. `score`: NLL of given targets. `logits`: all logits of whole sequences.
-    `prefill`: add T tokens a row to the cache and choose the next. `decode`: the same for one token a row."""
+    """`train`: loss, gradients, update. `score`: NLL of given targets. `logits`: all logits of whole
+    sequences. `prefill`: add T tokens a row to the cache and choose the next. `decode`: the same for one
+    token a row."""
     batch: int
     """B: sequences over all devices."""
     length: int
@@ -41,9 +42,15 @@ class Workload:
     optimizer: OptimizerConfig | None = None
     """Needed by `train`."""
     choose: Literal["greedy", "sample", "logits"] = "greedy"
-    """What `prefill` and `decode` return: the likeliest ids, ids drawn as SamplingParams say, or the last logits."""
+    """What `prefill` and `decode` return: likeliest ids, ids drawn by SamplingParams, or the last logits."""
     kernel: Literal["auto", "xla", "tokamax"] = "auto"
     """Attention kernel."""
+
+    @property
+    def trained_by(self) -> OptimizerConfig:
+        """`optimizer`, for the steps that cannot do without."""
+        assert self.optimizer is not None, "training needs an optimizer"
+        return self.optimizer
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError when the sizes do not fit the plan's mesh."""

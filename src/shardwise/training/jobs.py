@@ -47,7 +47,8 @@ def finetune(options: FinetuneOptions) -> int:
     source = open_model(options.model)
     if source.reader is None:
         raise CheckpointError(
-            f"{options.model} has no weights to fine-tune; give a folder or .gguf file, or use `shardwise pretrain`"
+            f"{options.model} has no weights to fine-tune; give a folder or .gguf file, or use"
+            " `shardwise pretrain`"
         )
     return _run(options, source, source, fresh=False)
 
@@ -67,7 +68,9 @@ class _Data:
     prefix: int
 
 
-def _run(options: TrainingOptions, source: Checkpoint, tokenizer_source: Checkpoint, fresh: bool) -> int:
+def _run(
+    options: FinetuneOptions | PretrainOptions, source: Checkpoint, tokenizer_source: Checkpoint, fresh: bool
+) -> int:
     quiet = jax.process_index() != 0
 
     def say(text: str) -> None:
@@ -125,7 +128,8 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
     store = tokenize_documents(tokenizer, read(options.data), vocab_size=vocab_size)
     rows = PackedDataset(store, options.length, seed=options.seed, epochs=options.epochs)
     say(
-        f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {rows.rows_per_epoch:,} rows an epoch"
+        f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens,"
+        f" {rows.rows_per_epoch:,} rows an epoch"
     )
     held_out: list[np.ndarray] = []
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -137,7 +141,7 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
 
 
 def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data) -> None:
-    """Refuse processes with different options or data: they would mix runs or wait for each other for ever."""
+    """Refuse processes with different options or data: they would mix runs or wait for each other."""
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils
@@ -171,6 +175,7 @@ def _start(
 ) -> TrainState:
     the_plan, mesh, workload = step.plan, step.mesh, step.workload
     if options.resume:
+        assert options.checkpoint_dir is not None, "the options refuse --resume without --checkpoint-dir"
         found = native.find_newest(options.checkpoint_dir, say)
         _check_same_run(found, _identity(options, step, data))
         say(f"resuming from {found.path} (step {found.step}, saved on mesh {found.meta['mesh']})")
@@ -189,7 +194,7 @@ def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, An
         "length": options.length,
         "global_batch": options.global_batch,
         "seed": options.seed,
-        "optimizer": asdict(step.workload.optimizer),
+        "optimizer": asdict(step.workload.trained_by),
         "z_loss": options.z_loss,
         "param_dtype": options.param_dtype,
     }
@@ -234,7 +239,8 @@ def _loop(
     identity = _identity(options, step, data)
     with Reporter(steps, done, options.metrics, flops, peak, quiet) as reporter:
         reporter.say(
-            f"MFU: 6 FLOPs a matmul parameter and token + causal attention, over {peak / 1e9:,.0f} GFLOP/s ({convention})"
+            "MFU: 6 FLOPs a matmul parameter and token + causal attention,"
+            f" over {peak / 1e9:,.0f} GFLOP/s ({convention})"
         )
 
         def evaluate(number: int, params: Any) -> None:
@@ -264,7 +270,7 @@ def _loop(
                 reporter.step(number, host, since * batch * options.length, since)
                 since = 0
             pause = False
-            if saves:
+            if options.checkpoint_dir and saves:
                 native.save(options.checkpoint_dir, state, the_plan, identity, options.keep_last)
                 pause = True
             if data.held_out and (last or number % (options.eval_every or steps) == 0):

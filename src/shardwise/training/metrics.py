@@ -44,8 +44,8 @@ class Reporter:
         self._flops_per_token, self._peak = flops_per_token, peak
         self._file = None if file is None or quiet else _open_after(Path(file), done)
         columns = (
-            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[say]}"),
-            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TextColumn("{task.fields[say]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(*columns, console=self._console, disable=quiet)
         self._task = self._progress.add_task("train", total=total, completed=done, say="compiling …")
@@ -79,7 +79,7 @@ class Reporter:
         seconds, self._last = now - self._last, now
         rate = batch_tokens / seconds
         mfu = rate * self._flops_per_token / self._peak
-        record = {
+        record: dict[str, Any] = {
             "step": number, "loss": metrics["loss"], "trained_tokens": int(metrics["tokens"]),
             "grad_norm": metrics["grad_norm"], "learning_rate": metrics["learning_rate"],
             "tokens_per_second": rate, "mfu": mfu, "seconds": seconds,
