@@ -129,14 +129,15 @@ def test_fsdp_that_does_not_divide_embed_cuts_another_dim_and_embed_is_never_pad
         for axis, size in zip(d.axes, d.shape, strict=True)
         if axis == "embed"
     )
-    # A free dim is preferred to one that tp cuts already.
-    assert plan(fsdp=4, tp=3, embed_dim=45)["layers/attn/q_proj/kernel"].spec == (
-        (),
-        ("tp",),
-        (),
-        ("fsdp",),
-        (),
-    )
+    # A free dim is preferred to one that tp cuts already, even if that is larger.
+    free = plan(fsdp=4, tp=2, embed_dim=45, num_heads=24, num_kv_heads=24)["layers/attn/q_proj/kernel"]
+    assert free.spec == ((), ("tp",), (), ("fsdp",), ())
+
+
+def test_fsdp_never_cuts_layers_though_it_may_divide_their_number() -> None:
+    weight = plan(fsdp=4, embed_dim=45, num_layers=4)["layers/mlp/up_proj/kernel"]
+    assert weight.spec == ((), ("tp", "fsdp"), ())
+    assert weight.shape == (4, 92, 45)
 
 
 def test_where_no_dim_is_divided_by_fsdp_the_cheapest_one_is_stored_padded() -> None:

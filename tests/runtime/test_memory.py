@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,9 @@ def test_anonymous_memory_counts_arrays_but_not_mapped_files(tmp_path: Path) -> 
     mapped = np.memmap(tmp_path / "weights", dtype=np.uint8, mode="r")
     assert mapped.sum(dtype=np.int64) == 64 * MIB
     after_map = memory.anonymous_rss_bytes()
-    array = np.ones(64 * MIB, np.uint8)
+    # mapped by hand: malloc may answer from memory that an earlier test has freed
+    array = np.frombuffer(mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    array[:] = 1
     after_array = memory.anonymous_rss_bytes()
     assert after_map is not None
     assert after_array is not None
