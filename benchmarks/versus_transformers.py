@@ -1,10 +1,10 @@
 """shardwise and transformers side by side on one model and machine; prints a table and writes JSON.
 
-    python benchmarks/versus_transformers.py --model FOLDER --peer-python .venv-parity/bin/python --out results.json
+    python benchmarks/versus_transformers.py --model FOLDER --peer-python .venv-parity/bin/python
 
-Each measurement is a process of its own, one after the other, ours and the peer's in turn, so that a noisy minute
-strikes both. FOLDER is a Hugging Face folder in float32 (`shardwise convert` makes one). Not here: what is measured
-(ours.py, peer_transformers.py).
+Each measurement is a process of its own, one after the other, ours and the peer's in turn, so that a
+noisy minute strikes both. FOLDER is a Hugging Face folder in float32 (`shardwise convert` makes one).
+Not here: what is measured (ours.py, peer_transformers.py).
 """
 
 from __future__ import annotations
