@@ -62,13 +62,7 @@ def resolve_mesh(mesh: str | MeshSpec | None, task: str, devices: Sequence[Any] 
     found = tuple(jax.devices() if devices is None else devices)
     kind = found[0].platform
     try:
-        spec = (
-            default_mesh(task)
-            if mesh is None
-            else mesh
-            if isinstance(mesh, MeshSpec)
-            else MeshSpec.parse(mesh)
-        )
+        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh or default_mesh(task)
     except MeshError as error:
         raise MeshError(
             f"{error}; there are {len(found)} {kind} device{'s' if len(found) > 1 else ''}"

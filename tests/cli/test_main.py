@@ -36,10 +36,10 @@ def fake_info(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], i
     def replace(work: Callable[[object], int]) -> None:
         module = types.ModuleType("shardwise.planner.info")
         module.run = work  # type: ignore[attr-defined]
-        import shardwise.models
+        import shardwise.planner
 
         monkeypatch.setitem(sys.modules, "shardwise.planner.info", module)
-        monkeypatch.setattr(shardwise.models, "info", module, raising=False)
+        monkeypatch.setattr(shardwise.planner, "info", module, raising=False)
 
     return replace
 

@@ -17,6 +17,7 @@ from shardwise.checkpoints.hf_writer import write_hf_folder
 from shardwise.families import TensorName, config_to_hf, get_family
 from shardwise.models.parameters import Params, layer_paths
 from shardwise.partition.plan import Plan, named_sharding
+from shardwise.runtime.distributed import is_main_process
 
 
 def hf_tensors(
@@ -89,7 +90,7 @@ def export(
     kind = dtype or str(next(iter(params.values())).dtype)
     config = {**kept, **config_to_hf(plan.config), "torch_dtype": kind, "dtype": kind}
     tensors = hf_tensors(plan, mesh, params, dtype)
-    if jax.process_index() == 0:
+    if is_main_process():
         write_hf_folder(
             Path(out),
             hf_config=config,

@@ -25,6 +25,7 @@ from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding
 from shardwise.partition.plan import Plan, named_sharding
 from shardwise.partition.rules import Spec
+from shardwise.runtime.distributed import is_main_process
 from shardwise.steps.train import TrainState
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -90,7 +91,7 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         write()
         _on_first(complete)
     except (OSError, ValueError) as error:
-        if jax.process_index() == 0:
+        if is_main_process():
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint of step {step} could not be written to {folder}: {error}; older checkpoints are"
@@ -292,7 +293,7 @@ def _found(path: Path) -> Found:
 def _on_first(work: Callable[[], None]) -> None:
     """Run `work` on process 0 while the others wait; if it fails, all raise, so that none waits for ever."""
     problem: OSError | None = None
-    if jax.process_index() == 0:
+    if is_main_process():
         try:
             work()
         except OSError as error:

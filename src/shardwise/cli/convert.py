@@ -17,7 +17,7 @@ class ConvertOptions(MeshOptions):
     example: ClassVar[str] = "shardwise convert SmolLM2-135M.gguf ./SmolLM2-135M --dtype bfloat16"
 
     model: str = option(metavar="MODEL", positional=True)
-    """A folder of safetensors, a .gguf file or a hub id."""
+    """A folder of safetensors, or a .gguf file."""
     out: str = option(metavar="OUT", positional=True)
     """The folder to write. It must not exist yet."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = option("keep")

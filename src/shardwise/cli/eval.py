@@ -18,7 +18,7 @@ class EvalOptions(CommonOptions):
     example: ClassVar[str] = "shardwise eval ./SmolLM2-135M --perplexity wiki.test.txt --length 1024"
 
     model: str = option(metavar="MODEL", positional=True)
-    """A folder of safetensors, a .gguf file or a hub id."""
+    """A folder of safetensors, or a .gguf file."""
     perplexity: str = option(metavar="FILE")
     """The text to predict."""
     length: int = option(1024, metavar="N")

@@ -19,7 +19,7 @@ class FinetuneOptions(TrainingOptions):
     )
 
     model: str = option(metavar="MODEL", positional=True)
-    """The model to start from: a folder of safetensors, a .gguf file or a hub id."""
+    """The model to start from: a folder of safetensors, or a .gguf file."""
 
     def check_paths(self) -> None:
         require_model(self.model)

@@ -18,7 +18,7 @@ class GenerateOptions(CommonOptions):
     example: ClassVar[str] = "shardwise generate ./SmolLM2-135M-Instruct --chat 'Why is the sky blue?'"
 
     model: str = option(metavar="MODEL", positional=True)
-    """A folder of safetensors, a .gguf file or a hub id."""
+    """A folder of safetensors, or a .gguf file."""
     prompt: tuple[str, ...] = option(metavar="PROMPT", positional=True)
     """One or more texts; all are computed together."""
     chat: bool = option(False)

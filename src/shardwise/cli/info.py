@@ -14,10 +14,10 @@ class InfoOptions(CommonOptions):
     """Say what a model is made of and, for a mesh, how each tensor is cut; reads no weights."""
 
     section: ClassVar[str] = "source"
-    example: ClassVar[str] = "shardwise info ./SmolLM2-135M --mesh dp:1,fsdp:4,tp:2 --devices cpu:8"
+    example: ClassVar[str] = "shardwise info ./SmolLM2-135M --mesh dp:1,fsdp:4,tp:2"
 
     model: str = option(metavar="MODEL", positional=True)
-    """A folder of safetensors, a .gguf file, a config.json or a hub id."""
+    """A folder of safetensors, a .gguf file, a config.json or the name of a preset."""
 
     def _check_combination(self, given: frozenset[str]) -> None:
         if self.mesh is None:

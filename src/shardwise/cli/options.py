@@ -353,7 +353,7 @@ def require_input(what: str, path: str) -> None:
 
 
 def require_model(path: str) -> None:
-    """Raises CheckpointError if `path` must be a local model and is not there; a hub id passes."""
+    """Raises CheckpointError if `path` must be a local model and is not there; a preset's name passes."""
     is_file = Path(path).suffix in (".gguf", ".json", ".safetensors")
     looks_local = is_file or path.startswith((".", "/")) or path.endswith("/") or path.count("/") > 1
     if looks_local and not Path(path).exists():

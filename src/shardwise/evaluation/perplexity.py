@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from shardwise.errors import DataError
 from shardwise.evaluation.windows import batch_windows, rolling_windows
 from shardwise.partition.padding import round_up
 from shardwise.partition.plan import Plan
 from shardwise.partition.rows import local_rows, put_rows
+from shardwise.runtime.distributed import is_main_process
 from shardwise.steps.build import build_step
 from shardwise.steps.workload import Workload
 
@@ -52,6 +54,18 @@ def tokenize_texts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     from shardwise.data.tokens import encode_plain
 
     return [np.asarray(ids, np.int32) for ids in encode_plain(tokenizer, texts)]
+
+
+def prefix_token(tokenizer: Any) -> int:
+    """The id that stands in front of a text, so that its first token is scored too: BOS, or else EOS.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise DataError("the tokenizer has neither BOS nor EOS to stand in front of the first token; set one")
 
 
 def measure(
@@ -103,10 +117,10 @@ def run(options: EvalOptions) -> int:
     """`shardwise eval`; returns the exit code."""
     from shardwise.api import load
     from shardwise.data.text import read_documents
-    from shardwise.errors import ConfigError, DataError
+    from shardwise.errors import ConfigError
 
     def say(text: str) -> None:
-        if jax.process_index() == 0:
+        if is_main_process():
             print(text, flush=True)
 
     texts = read_documents([options.perplexity]).documents
@@ -123,9 +137,7 @@ def run(options: EvalOptions) -> int:
     default = "" if options.mesh else " (default: all tp)"
     say(f"mesh {model.plan.mesh}{default}")
     ids = tokenize_texts(tokenizer, texts)
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if prefix is None:
-        raise DataError("the tokenizer has neither BOS nor EOS to stand in front of the first token; set one")
+    prefix = prefix_token(tokenizer)
     if not any(map(len, ids)):
         raise DataError(f"{options.perplexity} has no token to score")
     start = time.perf_counter()

@@ -269,15 +269,17 @@ class Transformer(nnx.Module):
 
     def head(self, place: Placement) -> VocabTable:
         """The output head: the embedding table where it is tied."""
-        if self.lm_head is None:
-            return VocabTable.of(place, "embed/table", self.embed["table"][...])
-        return VocabTable.of(place, "lm_head/kernel", self.lm_head["kernel"][...])
+        return VocabTable.of(place, *self._head_param())
 
     def logits(self, place: Placement, hidden: jax.Array) -> jax.Array:
         """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the vocabulary."""
-        path, owner = ("embed/table", self.embed["table"]) if self.lm_head is None else (
-            "lm_head/kernel", self.lm_head["kernel"])  # fmt: skip
-        return vocabulary.logits(place, hidden, place.weight(path, owner[...]))
+        return vocabulary.logits(place, hidden, place.weight(*self._head_param()))
+
+    def _head_param(self) -> tuple[str, jax.Array]:
+        """Path and stored value of the output head."""
+        if self.lm_head is None:
+            return "embed/table", self.embed["table"][...]
+        return "lm_head/kernel", self.lm_head["kernel"][...]
 
     def _enter(
         self, place: Placement, tokens: jax.Array, positions: jax.Array

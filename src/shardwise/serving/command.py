@@ -19,15 +19,14 @@ def run(options: GenerateOptions) -> int:
     """Generate; returns the exit code."""
     import sys
 
-    import jax
-
     from shardwise.api import load
+    from shardwise.runtime.distributed import is_main_process
     from shardwise.serving.generate import Sampling, stream
 
     model = load(
         options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override
     )  # fmt: skip
-    quiet = jax.process_index() != 0
+    quiet = not is_main_process()
     if not quiet:
         print(f"mesh {model.plan.mesh}{'' if options.mesh else ' (default: all tp)'}", file=sys.stderr)
     prompts = [encode_prompt(model.tokenizer, text, options.chat) for text in options.prompt]

@@ -24,11 +24,12 @@ from shardwise.data.packing import PackedDataset
 from shardwise.data.text import read_documents
 from shardwise.data.tokens import tokenize_documents
 from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
-from shardwise.evaluation.perplexity import Perplexity, measure, tokenize_texts
+from shardwise.evaluation.perplexity import Perplexity, measure, prefix_token, tokenize_texts
 from shardwise.families import config_from_hf
 from shardwise.models.flops import parameter_count, train_flops_per_token
 from shardwise.partition.plan import Plan
 from shardwise.partition.rows import local_rows, put_rows
+from shardwise.runtime.distributed import is_main_process
 from shardwise.runtime.peak import peak_flops
 from shardwise.steps.build import Step, build_step
 from shardwise.steps.optimizer import OptimizerConfig
@@ -71,7 +72,7 @@ class _Data:
 def _run(
     options: FinetuneOptions | PretrainOptions, source: Checkpoint, tokenizer_source: Checkpoint, fresh: bool
 ) -> int:
-    quiet = jax.process_index() != 0
+    quiet = not is_main_process()
 
     def say(text: str) -> None:
         if not quiet:
@@ -132,12 +133,11 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
         f" {rows.rows_per_epoch:,} rows an epoch"
     )
     held_out: list[np.ndarray] = []
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if options.eval_data:
         held_out = tokenize_texts(tokenizer, read((options.eval_data,)))
         if not any(map(len, held_out)):
             raise DataError(f"--eval-data: {options.eval_data} has no token to score; name another file")
-    return _Data(rows, store.fingerprint, held_out, prefix)
+    return _Data(rows, store.fingerprint, held_out, prefix_token(tokenizer))
 
 
 def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data) -> None:
