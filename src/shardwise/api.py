@@ -6,9 +6,9 @@ Everything here is also what the commands call. Not here: training (training/) a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,11 +240,17 @@ class Model:
 
 
 def _zeros(shapes: Any) -> Any:
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes), out_shardings=shardings
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, _zeros_program(tuple(leaves))())
+
+
+@lru_cache(maxsize=32)
+def _zeros_program(leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
+    """Compiled once for each set of shapes: every request begins with an empty cache."""
+    return jax.jit(
+        lambda: [jax.numpy.zeros(x.shape, x.dtype) for x in leaves],
+        out_shardings=[x.sharding for x in leaves],
     )
-    return make()
 
 
 def load(

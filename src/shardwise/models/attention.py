@@ -7,19 +7,18 @@ causal batches, padding, packed documents and a cache. Not here: projections (tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from shardwise.models.dense import operands
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
 
 Kernel = Literal["auto", "xla", "tokamax"]
-QUERY_BLOCK = 512
-"""Queries per block on the XLA path: bounds the scores held at once to B·H·512·S."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,9 @@ class Visibility:
     """int32 [B, S]."""
     k_segments: jax.Array
     """int32 [B, S]."""
+    ordered: bool = field(default=False, metadata={"static": True})
+    """Queries and keys are the same places of whole sequences, in which positions only grow within a segment:
+    no query sees a key of a greater index, so that those need not be computed."""
 
     def mask(self) -> jax.Array:
         """bool [B, T, S]."""
@@ -62,29 +64,48 @@ def attention(
     if kernel == "auto":
         fused = place.mesh.devices.flat[0].platform in ("gpu", "tpu") and q.shape[1] > 1
         kernel = "tokamax" if fused else "xla"
-    return _tokamax(place, q, k, v, visible) if kernel == "tokamax" else _xla(q, k, v, visible)
+    return _tokamax(place, q, k, v, visible) if kernel == "tokamax" else _xla(place.on_cpu, q, k, v, visible)
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility) -> jax.Array:
-    length = q.shape[1]
-    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
-        return _block(q, k, v, visible)
+def _xla(cpu: bool, q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility) -> jax.Array:
+    block = query_block(q.shape[1])
+    if block == q.shape[1]:
+        return _block(cpu, q, k, v, visible)
     outs = []
-    for start in range(0, length, QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
+    for start in range(0, q.shape[1], block):
+        end = start + block  # past the length in the last block: slices stop there by themselves
+        reach = end if visible.ordered else k.shape[1]
         part = Visibility(
-            visible.q_positions[:, rows], visible.q_segments[:, rows], visible.k_positions, visible.k_segments
+            visible.q_positions[:, start:end],
+            visible.q_segments[:, start:end],
+            visible.k_positions[:, :reach],
+            visible.k_segments[:, :reach],
         )
-        outs.append(jax.checkpoint(_block)(q[:, rows], k, v, part))
+        outs.append(
+            jax.checkpoint(_block, static_argnums=0)(cpu, q[:, start:end], k[:, :reach], v[:, :reach], part)
+        )
     return jnp.concatenate(outs, axis=1)
 
 
-def _block(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility) -> jax.Array:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("btkge,bske->bkgts", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide)
+def query_block(length: int) -> int:
+    """Queries per block on the XLA path: 128 in short sequences, 512 in long ones.
+
+    A block bounds the scores held at once to B·H·block·S, which the backward pass computes again. In whole
+    sequences it leaves out keys that lie behind its last query.
+    """
+    return min(length, 128 if length <= 1024 else 512)
+
+
+def _block(cpu: bool, q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility) -> jax.Array:
+    dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    # as [B, K, G, T, E]: products then come out in the order in which they are used
+    q = jnp.moveaxis(q, 1, 3) * q.shape[-1] ** -0.5
+    rows = q.shape[0] * q.shape[3]
+    q, k, v = operands(cpu, rows, q, k, v)
+    scores = jnp.einsum("bkgte,bske->bkgts", q, k, preferred_element_type=wide)
     scores = jnp.where(visible.mask()[:, None, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkgts,bske->btkge", weights, v)
+    (weights,) = operands(cpu, rows, jax.nn.softmax(scores, axis=-1).astype(dtype))
+    return jnp.moveaxis(jnp.einsum("bkgts,bske->bkgte", weights, v).astype(dtype), 3, 1)
 
 
 def _tokamax(place: Placement, q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility) -> jax.Array:

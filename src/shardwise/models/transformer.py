@@ -223,7 +223,7 @@ class Transformer(nnx.Module):
             [B, T, D] in the compute dtype, after the final norm.
         """
         x, turn = self._enter(place, tokens, positions)
-        visible = Visibility(positions, segments, positions, segments)
+        visible = Visibility(positions, segments, positions, segments, ordered=True)
 
         def step(block: Block, x: jax.Array) -> jax.Array:
             return block(place, x, turn, visible, None, kernel)[0]

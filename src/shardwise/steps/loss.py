@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from shardwise.models.dense import operands
 from shardwise.models.vocabulary import VocabTable, mask_padding
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
@@ -146,8 +147,9 @@ def _total(
             slope = weights * (1 + 2 * z_loss * lse)
             dlogits = normed * slope[..., None] - terms.one_hot(targets) * weights[..., None]
             dlogits = dlogits.astype(x.dtype)
-            dx = jnp.einsum("btv,vd->btd", dlogits, w, preferred_element_type=wide)
-            dw = carry[1] + jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=wide)
+            dlogits, w_, x_ = terms.operands(targets.size, dlogits, w, x)
+            dx = jnp.einsum("btv,vd->btd", dlogits, w_, preferred_element_type=wide)
+            dw = carry[1] + jnp.einsum("btv,btd->vd", dlogits, x_, preferred_element_type=wide)
             return (loss, dw), dx
 
         start = (jnp.zeros((), wide), jnp.zeros(w.shape, wide))[: 1 + differentiate]
@@ -171,6 +173,7 @@ class _Terms:
 
     def __init__(self, place: Placement, w: jax.Array):
         self.w = w
+        self.operands = partial(operands, place.on_cpu)
         self.axes = place.plan.rules.mesh_axes("vocab")
         self.vocab_size = place.plan.config.vocab_size
         self.padded = place.plan.padding.vocab > self.vocab_size
@@ -179,7 +182,9 @@ class _Terms:
 
     def logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logits [b, t, v] of this shard, padded ids −inf, and the greatest of all shards [b, t]."""
-        out = jnp.einsum("btd,vd->btv", x, self.w, preferred_element_type=self.wide)
+        out = jnp.einsum(
+            "btd,vd->btv", *self.operands(x.size // x.shape[-1], x, self.w), preferred_element_type=self.wide
+        )
         if self.padded:
             out = mask_padding(out, self.vocab_size, self.first)
         best = jnp.max(out, axis=-1)
