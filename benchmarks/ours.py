@@ -136,7 +136,7 @@ def prefill(args: argparse.Namespace) -> dict[str, float]:
         shardwise.generate(model, prompt, max_new_tokens=1)
 
     one()
-    return _stats("prefill", _times(one, args.steps))
+    return {**_stats("prefill", _times(one, args.steps)), "peak_rss_mb": (peak_rss_bytes() or 0) / 1e6}
 
 
 def load(args: argparse.Namespace) -> dict[str, float]:

@@ -18,34 +18,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CASES = {
-    "train float32": [
-        "--what",
-        "train",
-        "--dtype",
-        "float32",
-        "--batch",
-        "4",
-        "--length",
-        "256",
-        "--steps",
-        "3",
-    ],
-    "train bfloat16": [
-        "--what",
-        "train",
-        "--dtype",
-        "bfloat16",
-        "--batch",
-        "4",
-        "--length",
-        "256",
-        "--steps",
-        "3",
-    ],
-    "decode 1": ["--what", "decode", "--dtype", "float32", "--batch", "1", "--new-tokens", "24"],
-    "decode 8": ["--what", "decode", "--dtype", "float32", "--batch", "8", "--new-tokens", "16"],
-    "prefill 128": ["--what", "prefill", "--dtype", "float32", "--batch", "1", "--steps", "5"],
-    "load": ["--what", "load", "--dtype", "float32"],
+    "train float32": "--what train --dtype float32 --batch 4 --length 256 --steps 5",
+    "train bfloat16": "--what train --dtype bfloat16 --batch 4 --length 256 --steps 2",
+    "decode 1": "--what decode --dtype float32 --batch 1 --new-tokens 24",
+    "decode 8": "--what decode --dtype float32 --batch 8 --new-tokens 16",
+    "prefill 128": "--what prefill --dtype float32 --batch 1 --steps 5",
+    "load": "--what load --dtype float32",
 }
 # What is compared in each case: (ours, the peer's, higher is better).
 KEYS = {
@@ -78,15 +56,18 @@ def main() -> None:
     parser.add_argument("--out", default="versus_transformers.json")
     args = parser.parse_args()
     results = {}
-    print(f"{'case':16} {'shardwise':>12} {'transformers':>14} {'ratio (above 1: we are ahead)':>32}")
+    print("ratio: above 1 we are ahead; peak: resident memory of the process in MB")
+    print(f"{'case':16} {'shardwise':>12} {'transformers':>14} {'ratio':>7} {'peak':>7} {'peer peak':>10}")
     for name in args.cases:
-        case = ["--model", args.model, *CASES[name]]
+        case = ["--model", args.model, *CASES[name].split()]
         ours = measure(sys.executable, "ours.py", case)
         peer = measure(args.peer_python, "peer_transformers.py", case)
         results[name] = {"ours": ours, "peer": peer}
         our_key, peer_key, higher = KEYS[name.split()[0]]
         a, b = ours[our_key], peer.get(peer_key, float("nan"))
-        print(f"{name:16} {a:12.1f} {b:14.1f} {(a / b if higher else b / a):32.2f}", flush=True)
+        peaks = [side.get("peak_rss_mb", float("nan")) for side in (ours, peer)]
+        ratio = a / b if higher else b / a
+        print(f"{name:16} {a:12.1f} {b:14.1f} {ratio:7.2f} {peaks[0]:7.0f} {peaks[1]:10.0f}", flush=True)
         Path(args.out).write_text(json.dumps(results, indent=1))
 
 
