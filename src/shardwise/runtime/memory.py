@@ -16,15 +16,14 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-# mallopt takes a C int, which glibc widens to size_t: at most 2 GiB - 1 can be said, or -1 for no limit.
+# mallopt takes a C int, so 2 GiB - 1 is the most that can be said (GLIBC_TUNABLES could say more).
 _INT_MAX = 2**31 - 1
-_UNLIMITED = -1
 
 
 def tune_malloc(
     *,
-    mmap_threshold: int = _UNLIMITED,
-    trim_threshold: int = _UNLIMITED,
+    mmap_threshold: int = _INT_MAX,
+    trim_threshold: int = _INT_MAX,
     arena_max: int | None = 1,
     environ: Mapping[str, str] | None = None,
 ) -> bool:
@@ -36,8 +35,8 @@ def tune_malloc(
     malloc.
 
     Args:
-        mmap_threshold: bytes; blocks below come from the heap, which keeps them (at most 2**31 - 1; -1: all).
-        trim_threshold: bytes; free memory at the heap's end that is kept (at most 2**31 - 1; -1: all).
+        mmap_threshold: bytes; blocks below come from the heap, which keeps them (at most 2**31 - 1).
+        trim_threshold: bytes; free memory at the heap's end that is kept (at most 2**31 - 1).
         arena_max: number of heaps for threads; None leaves glibc's choice. Heaps of threads other than the
             main one hold at most 64 MiB, so that XLA's larger buffers would be mapped anew each time: one
             heap for all.
