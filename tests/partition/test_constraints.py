@@ -75,3 +75,20 @@ def test_on_one_device_nothing_is_constrained() -> None:
     x = jnp.zeros((2, 2))
     assert place.constrain(x, ((), ())) is x
     assert place.on_cpu
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "vocab"),
+    [
+        ((1, 1, 1), (), ()),
+        ((2, 1, 1), ("dp",), ()),
+        ((1, 2, 2), ("fsdp",), ("tp",)),
+        ((2, 2, 2), ("dp", "fsdp"), ("tp",)),
+    ],
+)
+def test_collectives_name_only_mesh_axes_of_more_than_one_device(
+    sizes: tuple[int, int, int], batch: tuple[str, ...], vocab: tuple[str, ...]
+) -> None:
+    place = placement(*sizes)
+    assert (place.spread("batch"), place.spread("vocab")) == (batch, vocab)
+    assert place.spread_spec((("dp", "fsdp"), (), ("tp",))) == (batch, (), vocab)

@@ -93,14 +93,31 @@ class Linear(nnx.Module):
             repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as
                 stored.
         """
-        kernel = place.weight(self.path + "kernel", self.kernel[...])
-        bias = None if self.bias is None else place.weight(self.path + "bias", self.bias[...])
+        product = jax.checkpoint(partial(self._product, place, out_axes), prevent_cse=False)
+        y = product(x, self.kernel[...], repeat)
+        if self.bias is None:
+            return y
+        bias = place.weight(self.path + "bias", self.bias[...])
+        return y + (bias if repeat is None else jnp.take(bias, repeat, axis=0))
+
+    def _product(
+        self,
+        place: Placement,
+        out_axes: tuple[str, ...],
+        x: jax.Array,
+        kernel: jax.Array,
+        repeat: jax.Array | None,
+    ) -> jax.Array:
+        """Without the bias, from the kernel as it is stored.
+
+        What is made of the kernel (cast, gathered over `fsdp`) is made again in the backward pass: kept, it
+        would be every layer's whole weights at once.
+        """
+        kernel = place.weight(self.path + "kernel", kernel)
         if repeat is not None:
             kernel = jnp.take(kernel, repeat, axis=0)
             kernel = place.activation(kernel, *out_axes[2:], *(("embed",) * self.num_inputs))
-            bias = None if bias is None else jnp.take(bias, repeat, axis=0)
-        y = place.activation(dense(x, kernel, self.num_inputs, place.on_cpu), *out_axes)
-        return y if bias is None else y + bias
+        return place.activation(dense(x, kernel, self.num_inputs, place.on_cpu), *out_axes)
 
 
 class Attention(nnx.Module):

@@ -32,8 +32,8 @@ class VocabTable:
         """The parameter at `path`, which rules or an override may have cut in any way."""
         vocab, decision = place.plan.rules.mesh_axes("vocab"), place.plan[path]
         if decision.spec == (vocab, ("fsdp",)) and decision.shape == decision.use_shape:
-            return cls(place.stored(path, value), decision.spec)
-        whole = (vocab, ())
+            return cls(place.stored(path, value), place.spread_spec(decision.spec))
+        whole = (place.spread("vocab"), ())
         return cls(place.constrain(place.weight(path, value), whole), whole)
 
     def gather(self, local: jax.Array) -> jax.Array:
@@ -54,7 +54,7 @@ def look_up(place: Placement, table: VocabTable, tokens: jax.Array) -> jax.Array
     """
     if place.mesh.size == 1:
         return table.value.at[tokens].get(mode="clip")
-    batch, vocab = place.plan.rules.mesh_axes("batch"), place.plan.rules.mesh_axes("vocab")
+    batch, vocab = place.spread("batch"), place.spread("vocab")
 
     @partial(
         jax.shard_map,

@@ -28,6 +28,21 @@ class Placement:
         """Whether the devices are CPUs, real or fake."""
         return self.mesh.devices.flat[0].platform == "cpu"
 
+    def spread(self, logical: str) -> tuple[str, ...]:
+        """Those mesh axes of a logical axis that have more than one device.
+
+        For collectives written out under shard_map: over an axis of one device they move nothing, but XLA
+        may still copy for them.
+        """
+        return self._longer(self.plan.rules.mesh_axes(logical))
+
+    def spread_spec(self, spec: Spec) -> Spec:
+        """`spec` without mesh axes of one device."""
+        return tuple(self._longer(axes) for axes in spec)
+
+    def _longer(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x` held to `spec`; nothing to hold on a single device."""
         if self.mesh.size == 1:

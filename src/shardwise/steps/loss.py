@@ -44,7 +44,7 @@ def token_nll(
     Returns:
         float32 (or wider) [B, T] in nats, and bool [B, T].
     """
-    batch = place.plan.rules.mesh_axes("batch")
+    batch = place.spread("batch")
 
     @partial(
         jax.shard_map,
@@ -115,8 +115,7 @@ def _total(
     differentiate: bool,
 ) -> tuple[jax.Array, ...]:
     """The sum; where it is differentiated also its gradients in `x` and `w`."""
-    rules = place.plan.rules
-    batch, vocab = rules.mesh_axes("batch"), rules.mesh_axes("vocab")
+    batch, vocab = place.spread("batch"), place.spread("vocab")
     x_spec, w_spec = partition_spec((batch, (), ())), partition_spec(head.spec)
     row_spec = partition_spec((batch, ()))
     scalar = partition_spec(())
@@ -174,7 +173,7 @@ class _Terms:
     def __init__(self, place: Placement, w: jax.Array):
         self.w = w
         self.operands = partial(operands, place.on_cpu)
-        self.axes = place.plan.rules.mesh_axes("vocab")
+        self.axes = place.spread("vocab")
         self.vocab_size = place.plan.config.vocab_size
         self.padded = place.plan.padding.vocab > self.vocab_size
         self.first = jax.lax.axis_index(self.axes) * w.shape[0] if self.axes else 0

@@ -170,7 +170,7 @@ def _over_vocab(
     rows: SamplingParams | None = None,
 ) -> jax.Array:
     """Run `choose(shard, columns…, rows…)` on each device's rows and columns."""
-    batch, vocab = place.plan.rules.mesh_axes("batch"), place.plan.rules.mesh_axes("vocab")
+    batch, vocab = place.spread("batch"), place.spread("vocab")
     extra = () if rows is None else (rows,)
 
     @partial(
