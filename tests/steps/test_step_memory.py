@@ -1,4 +1,4 @@
-"""What a compiled training step keeps in memory on each device. Not here: whole-process peaks (benchmarks)."""
+"""What a compiled training step keeps in memory on each device. Not here: whole processes (benchmarks)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_whole_weights_are_not_kept_for_every_layer(compute_dtype: str) -> None:
     memory = step.lower().compile().memory_analysis()
     layers = sum(4 * math.prod(plan[path].shape) for path in plan.paths if plan[path].stacked)
     a_layer = layers // LAYERS
-    # Gradients are one device's eighth. Whole weights and gradients may live for two layers at a time, in each
-    # of the forms that they pass through; were they kept for all, the twelve layers' would be here.
+    # Gradients are one device's eighth. Whole weights and gradients may live for two layers at a time, in
+    # each form that they pass through; were they kept for all, the twelve layers' would be here.
     assert memory.temp_size_in_bytes < layers // 8 + 8 * a_layer < layers
