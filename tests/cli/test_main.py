@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main as main_module
+from shardwise.cli.eval import EvalOptions
 from shardwise.cli.main import VERBS, main
+from shardwise.cli.startup import start
 from shardwise.errors import MeshError
 
 SOURCE = str(Path(main_module.__file__).parents[2])
@@ -58,9 +60,11 @@ def test_devices_are_chosen_before_the_verb_works(fake_info, monkeypatch: pytest
     monkeypatch.setattr("shardwise.runtime.distributed.initialize", lambda *given: order.append(given))
     monkeypatch.setattr("shardwise.runtime.compile_cache.enable_compile_cache", lambda: order.append("cache"))
     fake_info(lambda options: order.append("work") or 0)
-    argv = "info m --mesh 1,1,8 --devices cpu:8 --coordinator h:1 --num-processes 2 --process-id 1"
-    assert main(argv.split()) == 0
-    assert order == ["malloc", "cpu:8", ("h:1", 2, 1), "cache", "work"]
+    assert main(["info", "m", "--mesh", "1,1,8", "--devices", "cpu:8"]) == 0
+    assert order == ["malloc", "cpu:8", "cache", "work"]
+    order.clear()
+    start(EvalOptions(model="m", perplexity="f", coordinator="h:1", num_processes=2, process_id=1))
+    assert order == ["malloc", None, ("h:1", 2, 1), "cache"]
 
 
 def test_an_unused_accelerator_is_warned_of_unless_devices_were_named(

@@ -102,7 +102,7 @@ def test_a_combination_without_sense_is_refused_with_the_flags(options: Options,
         EvalOptions(model="m", perplexity="f", length=8, context=7),
         generate(temperature=0.5, top_p=0.5, top_k=3, seed=1),
         ConvertOptions(model="m", out="o", mesh="1,1,2", devices="cpu:2"),
-        InfoOptions(model="m", mesh="1,1,2", compute_dtype="bfloat16"),
+        InfoOptions(model="m", mesh="1,1,2", devices="cpu:2"),
     ],
 )
 def test_a_sensible_combination_passes(options: Options) -> None:

@@ -57,6 +57,16 @@ def test_every_option_has_help_and_no_section_shares_a_name_with_an_option(cls: 
     assert not {field.section for field in fields.values()} & set(fields)
 
 
+def test_a_leading_tilde_in_a_path_is_the_users_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = str(folder)
+    monkeypatch.setenv("HOME", home)
+    Path("run.yaml").write_text("metrics: ~/m.jsonl")
+    options = finetune("~", "--data", "a.txt", "~/b.txt", "--out=~/o", "--steps", "1", "--config", "run.yaml")
+    assert (options.model, options.data) == (home, ("a.txt", f"{home}/b.txt"))
+    assert (options.out, options.metrics) == (f"{home}/o", f"{home}/m.jsonl")
+    assert generate("m", "~/ is home").prompt == ("~/ is home",)
+
+
 def test_values_get_their_types(folder: Path) -> None:
     options = finetune(
         "m",

@@ -111,6 +111,19 @@ def test_with_skip_a_broken_line_is_left_out_and_named(
     out = capsys.readouterr().out
     assert f"2 lines skipped: {data}:7, {data}:15" in out
     assert "data: 13 documents, 477 tokens" in out
+    assert "fewer than two tokens" not in out
+
+
+def test_documents_that_give_no_loss_token_are_counted(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(site.folder / "short.jsonl", [*SENTENCES, "", ""])
+    model = write_llama(site.folder / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))  # no BOS
+    # The mistake after it ends the command before it trains.
+    assert site.finetune("run", data=data, model=model, global_batch=2) == 2
+    assert "warning: 2 of the documents have fewer than two tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_resumed_on_another_mesh_the_losses_are_those_of_the_first(
         ({"z_loss": 1e-4}, "--z-loss was 0.0, is 0.0001"),
         ({"weight_decay": 0.1}, "--weight-decay was 0.0, is 0.1"),
         ({"param_dtype": "bfloat16"}, "--param-dtype was 'float32', is 'bfloat16'"),
+        ({"compute_dtype": "bfloat16"}, "--compute-dtype was 'float32', is 'bfloat16'"),
     ],
 )
 def test_resuming_with_other_options_is_refused_by_name(

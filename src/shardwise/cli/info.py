@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardwise.cli.options import CommonOptions, option, refuse_without_effect, require_model
+from shardwise.cli.options import MeshOptions, option, refuse_without_effect, require_model
 from shardwise.cli.startup import start
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoOptions(CommonOptions):
-    """Say what a model is made of and, for a mesh, how each tensor is cut; reads no weights."""
+class InfoOptions(MeshOptions):
+    """Say what a model is made of and, for a mesh, how each tensor is cut; reads no weights.
+
+    The mesh needs no devices, unless a size is -1 or --devices says which it must fit.
+    """
 
     section: ClassVar[str] = "source"
     example: ClassVar[str] = "shardwise info ./SmolLM2-135M --mesh dp:1,fsdp:4,tp:2"
@@ -21,8 +24,7 @@ class InfoOptions(CommonOptions):
 
     def _check_combination(self, given: frozenset[str]) -> None:
         if self.mesh is None:
-            names = ("devices", "override", "compute_dtype", "coordinator", "num_processes", "process_id")
-            refuse_without_effect(given, names, "without --mesh", "add --mesh SPEC")
+            refuse_without_effect(given, ("devices", "override"), "without --mesh", "add --mesh SPEC")
         super()._check_combination(given)
 
     def check_paths(self) -> None:

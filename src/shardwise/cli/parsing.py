@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -280,15 +281,22 @@ def _typed(parser: ArgumentParser, field: Field, item: _Given) -> Any:
     if field.is_list:
         if not all(isinstance(text, str) for text in value):
             raise wrong
-        return tuple(value)
+        return tuple(_expanded(field, text) for text in value)
     if value is None or isinstance(value, bool) != field.is_switch:
         raise wrong
-    if field.is_switch or (field.value_type is str and isinstance(value, str)):
+    if field.is_switch:
         return value
+    if field.value_type is str and isinstance(value, str):
+        return _expanded(field, value)
     try:
         return parser.parse_object({field.name: value}, defaults=False)[field.name]
     except argparse.ArgumentError as error:
         raise wrong from error
+
+
+def _expanded(field: Field, text: str) -> str:
+    """A path with the user's home for `~`: shells leave that of `--out=~/x` and of YAML as it is."""
+    return os.path.expanduser(text) if field.is_path else text
 
 
 def _shown(value: Any) -> str:

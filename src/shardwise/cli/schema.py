@@ -49,6 +49,11 @@ class Field:
     """The class that declares it; its docstring describes the section."""
 
     @property
+    def is_path(self) -> bool:
+        """Whether values are paths, in which a leading `~` is the user's home."""
+        return self.metavar in ("PATH", "FILE", "FILE.jsonl", "FOLDER", "DIR", "MODEL", "OUT")
+
+    @property
     def value_type(self) -> Any:
         """The type without `| None`."""
         kinds = [t for t in typing.get_args(self.type) if t is not type(None)]

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 def run(options: InfoOptions) -> int:
     """Print the report; returns the exit code."""
-    from shardwise.api import open_model, plan
-    from shardwise.errors import ConfigError
+    from shardwise.api import open_model, plan, resolve_mesh
     from shardwise.families import config_from_hf
 
     checkpoint = open_model(options.model)
@@ -35,10 +34,8 @@ def run(options: InfoOptions) -> int:
         console.print(f"  {line}")
     if options.mesh:
         spec = MeshSpec.parse(options.mesh)
-        if -1 in spec.sizes.values():
-            raise ConfigError(
-                f"--mesh {options.mesh}: info looks at no devices; give every size instead of -1"
-            )
+        if options.devices or -1 in spec.sizes.values():
+            spec = resolve_mesh(spec, "train")
         console.print()
         print_plan(plan(config, spec, overrides=options.override), console)
     return 0

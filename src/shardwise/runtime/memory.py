@@ -18,11 +18,12 @@ _M_ARENA_MAX = -8
 
 # mallopt takes a C int, so 2 GiB - 1 is the most that can be said (GLIBC_TUNABLES could say more).
 _INT_MAX = 2**31 - 1
+_GIB = 2**30
 
 
 def tune_malloc(
     *,
-    mmap_threshold: int = _INT_MAX,
+    mmap_threshold: int = _GIB,
     trim_threshold: int = _INT_MAX,
     arena_max: int | None = 1,
     environ: Mapping[str, str] | None = None,
@@ -35,7 +36,10 @@ def tune_malloc(
     malloc.
 
     Args:
-        mmap_threshold: bytes; blocks below come from the heap, which keeps them (at most 2**31 - 1).
+        mmap_threshold: bytes; blocks below come from the heap, which keeps them (at most 2**31 - 1). Larger
+            ones go back to the kernel when freed: kept, a small block put into the hole they leave makes the
+            next one of the size lengthen the heap (a training step with 2 GB of temporaries was 14 % faster
+            so, but its process grew to two or three times the memory, differently in each run).
         trim_threshold: bytes; free memory at the heap's end that is kept (at most 2**31 - 1).
         arena_max: number of heaps for threads; None leaves glibc's choice. Heaps of threads other than the
             main one hold at most 64 MiB, so that XLA's larger buffers would be mapped anew each time: one

@@ -132,6 +132,8 @@ def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: A
         f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens,"
         f" {rows.rows_per_epoch:,} rows an epoch"
     )
+    if short := int((np.diff(store.offsets) < 2).sum()):
+        say(f"warning: {short:,} of the documents have fewer than two tokens, so that none is trained on")
     held_out: list[np.ndarray] = []
     if options.eval_data:
         held_out = tokenize_texts(tokenizer, read((options.eval_data,)))
@@ -197,6 +199,7 @@ def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, An
         "optimizer": asdict(step.workload.trained_by),
         "z_loss": options.z_loss,
         "param_dtype": options.param_dtype,
+        "compute_dtype": options.compute_dtype,
     }
 
 
