@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.checkpoints.export import export
 from shardwise.checkpoints.load import load_params
 from shardwise.checkpoints.reader import Checkpoint, open_checkpoint
-from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
+from shardwise.checkpoints.tokenizer import check_tokenizer_fits, has_tokenizer, load_tokenizer
 from shardwise.errors import CheckpointError, ConfigError, ContextError, MeshError
 from shardwise.families import config_from_hf
 from shardwise.families.presets import PRESETS, preset
@@ -204,12 +204,7 @@ class Model:
     def export(self, out: str | Path, dtype: str | None = None) -> None:
         """Write a Hugging Face folder with config, weights, tokenizer and generation config; see export()."""
         source = self.checkpoint
-        try:
-            tokenizer: Any = self.tokenizer
-        except CheckpointError:
-            if source.format == "gguf":
-                raise
-            tokenizer = None  # a folder with weights alone stays one
+        tokenizer = self.tokenizer if has_tokenizer(source) else None  # weights alone stay weights alone
         export(
             out, self.plan, self.mesh, self.params,
             dtype=dtype, hf_config=source.hf_config, generation_config=source.generation_config,

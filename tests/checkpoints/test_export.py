@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -162,3 +163,16 @@ def test_an_existing_folder_is_never_overwritten(folder_of: Callable[[Case], Pat
     with pytest.raises(CheckpointError, match="out"):
         export(tmp_path / "out", model.plan, model.mesh, model.params)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_broken_tokenizer_is_an_error_and_an_absent_one_stays_absent(
+    folder_of: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folder_of(CASE), source)
+    load(source).export(tmp_path / "without")
+    assert not list((tmp_path / "without").glob("tokenizer*"))
+    (source / "tokenizer.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be read"):
+        load(source).export(tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()

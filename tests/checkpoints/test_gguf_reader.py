@@ -327,10 +327,12 @@ def test_a_file_with_a_vocabulary_alone_has_no_weights(tmp_path, write_gguf):
 
 
 def test_something_else_called_gguf_is_refused(tmp_path):
-    for content in (b"", b"GG", b"not a model at all" * 100):
+    for content in (b"", b"GG", b"GGUF\x03\0\0\0\0\0", b"not a model at all" * 100):
         (tmp_path / "m.gguf").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"m\.gguf"):
+        with pytest.raises(CheckpointError, match=r"m\.gguf") as caught:
             open_checkpoint(tmp_path / "m.gguf")
+        if len(content) < 24:
+            assert f"has {len(content)} bytes, less than the header" in str(caught.value)
 
 
 @pytest.mark.skipif(

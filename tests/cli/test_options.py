@@ -29,7 +29,9 @@ def generate(**given: Any) -> GenerateOptions:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("steps", 0), ("epochs", 0), ("length", 1), ("global_batch", 0), ("grad_accum_steps", 0),
+        ("steps", 0), ("steps", 2**31), ("epochs", 0), ("epochs", 2**31), ("learning_rate", 1e39),
+        ("weight_decay", 1e300), ("max_grad_norm", 1e39), ("z_loss", 1e39), ("warmup_steps", 2**31),
+        ("length", 1), ("global_batch", 0), ("grad_accum_steps", 0),
         ("learning_rate", 0.0), ("learning_rate", float("inf")), ("learning_rate", float("nan")),
         ("warmup_steps", -1), ("lr_end_ratio", 1.5),
         ("weight_decay", -0.1), ("beta1", 1.0), ("beta2", -0.1), ("adam_eps", 0.0),

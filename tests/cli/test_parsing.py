@@ -138,7 +138,8 @@ def test_the_later_of_two_yaml_files_wins(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["no", "1e3", "1:30", "007", "null "])
 def test_yaml_text_stays_as_written(folder: Path, text: str) -> None:
     Path("run.yaml").write_text(f"text_field: {text}\n" if text != "null " else "text_field: 'null'\n")
-    options = finetune("m", "--data", "a.txt", "--out", "o", "--steps", "1", "--config", "run.yaml")
+    Path("a.jsonl").write_text("")
+    options = finetune("m", "--data", "a.jsonl", "--out", "o", "--steps", "1", "--config", "run.yaml")
     assert options.text_field == text.strip()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,10 +48,10 @@ def texts(model: shardwise.Model) -> list[np.ndarray]:
 
 
 def measured(
-    model: shardwise.Model, texts: list[np.ndarray], *, batch: int = 4, context: int = 1
+    model: shardwise.Model, texts: list[np.ndarray], *, length: int = LENGTH, batch: int = 4, context: int = 1
 ) -> Perplexity:
     return measure(
-        model.plan, model.mesh, model.params, texts, prefix_token=0, length=LENGTH, batch=batch,
+        model.plan, model.mesh, model.params, texts, prefix_token=0, length=length, batch=batch,
         compute_dtype="float32", param_dtype="float32", context=context,
     )  # fmt: skip
 
@@ -112,6 +113,42 @@ def test_the_mesh_does_not_change_it(
     assert replace(cut, nll=0) == replace(one, nll=0)
 
 
+def test_short_texts_are_not_computed_at_the_whole_windows_length(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shardwise.evaluation.perplexity as module
+
+    lengths: list[int] = []
+    build = module.build_step
+
+    def note(plan: shardwise.Plan, workload: shardwise.Workload, *rest: Any) -> Any:
+        lengths.append(workload.length)
+        return build(plan, workload, *rest)
+
+    monkeypatch.setattr(module, "build_step", note)
+    wide = load(write_llama(folder.parent / "wide", max_position_embeddings=256), (1, 1, 1))
+    text = [np.arange(40, dtype=np.int32)]
+    short, long = measured(wide, text, length=250), measured(wide, [np.arange(80) + 1], length=250)
+    assert lengths == [64, 128]
+    assert (short.tokens, short.windows, long.tokens, long.windows) == (40, 1, 80, 1)
+    assert short == measured(wide, text, length=64)
+
+
+def test_the_key_of_the_text_can_be_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, plain = tmp_path / "d.jsonl", tmp_path / "d.txt"
+    data.write_text('{"body": "It rains."}\n')
+    plain.write_text("It rains.")
+    command = ["eval", str(folder), "--length", "16", "--mesh", "1,8,1", "--perplexity"]
+    assert main([*command, str(data)]) == 2
+    assert "no field 'text'; this line has 'body'" in capsys.readouterr().err
+    assert main([*command, str(data), "--text-field", "body"]) == 0
+    assert f"{data}: nll " in capsys.readouterr().out
+    assert main([*command, str(plain), "--text-field", "body"]) == 2
+    assert "--text-field has no effect without JSON lines" in capsys.readouterr().err
+
+
 def test_an_infinite_perplexity_is_said_not_raised() -> None:
     assert Perplexity(nll=1e4, tokens=1, accuracy=0.0, windows=1).perplexity == math.inf
 
@@ -152,7 +189,7 @@ def test_the_command_says_mesh_tokens_and_what_it_measured(
     assert lines[0] == "mesh dp:1,fsdp:8,tp:1"
     wanted = f"{data}: nll {result.nll:.4f}  perplexity {result.perplexity:.3f}  on {result.tokens} tokens  ("
     assert lines[1].startswith(wanted), (lines[1], wanted)
-    assert f"({result.windows} windows of 16, " in lines[1]
+    assert f"({result.windows} windows of up to 16, " in lines[1]
     assert lines[2] == f"first choice right: {result.accuracy:.1%}"
 
 

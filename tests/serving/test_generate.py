@@ -118,7 +118,7 @@ def test_more_than_the_context_holds_is_refused_with_what_would_fit() -> None:
     words = "a prompt of 90 tokens and 7 new ones exceed the model's context of 96; .* at most 6 new tokens"
     with pytest.raises(ContextError, match=words):
         generate(model(1, 1, 1), [[1], [1] * 90], max_new_tokens=7)
-    with pytest.raises(ContextError, match="at most 0 new tokens"):
+    with pytest.raises(ContextError, match="200 tokens leaves no room in the model's context of 96"):
         generate(model(1, 1, 1), [[1] * 200], max_new_tokens=1)
 
 
@@ -132,6 +132,7 @@ def test_more_than_the_context_holds_is_refused_with_what_would_fit() -> None:
         ([[1]], {"temperature": -1.0}, "temperature is -1.0"),
         ([[1]], {"temperature": math.nan}, "temperature is nan"),
         ([[1]], {"temperature": math.inf}, "temperature is inf"),
+        ([[1]], {"temperature": 1e300}, "temperature is 1e[+]300; it must be a number from 0 to 1e[+]30"),
         ([[1]], {"top_p": 1.5}, "top_p is 1.5"),
         ([[1]], {"top_p": -0.1}, "top_p is -0.1"),
         ([[1]], {"top_k": -2}, "top_k is -2"),
@@ -168,6 +169,10 @@ def test_seeds_give_the_same_tokens_again_whoever_is_in_the_batch() -> None:
 def test_any_whole_number_is_a_seed() -> None:
     assert sampled([[7]], seed=2**32 + 9) == sampled([[7]], seed=9)
     assert sampled([[7]], seed=-1) == sampled([[7]], seed=2**32 - 1)
+
+
+def test_a_top_k_beyond_the_vocabulary_changes_nothing() -> None:
+    assert sampled(PROMPTS, seed=5, top_k=2**40) == sampled(PROMPTS, seed=5, top_k=0)
 
 
 def test_settings_that_leave_one_id_are_greedy() -> None:

@@ -131,7 +131,7 @@ def test_documents_that_give_no_loss_token_are_counted(
     [
         ("empty.txt", "", "the file is empty or only white space"),
         ("blank.jsonl", "\n\n", "the file holds no line of JSON"),
-        ("field.jsonl", '{"txt": "a"}\n', "did you mean text_field='txt'"),
+        ("field.jsonl", '{"txt": "a"}\n', "did you mean --text-field txt"),
         ("data.parquet", "PAR1", "convert it to .jsonl"),
     ],
 )
@@ -237,3 +237,79 @@ def test_a_missing_tensor_is_named(site: Site, capsys: pytest.CaptureFixture[str
     save_file(weights, file, metadata={"format": "pt"})
     assert site.finetune("run", model=model) == 2
     assert "1 missing: model.layers.0.mlp.up_proj.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metrics": "run"}, "--metrics"),
+        ({"metrics": "run/metrics.jsonl"}, "--metrics"),
+        ({"checkpoint_dir": "run"}, "--checkpoint-dir"),
+        ({"checkpoint_dir": "run/states/here"}, "--checkpoint-dir"),
+    ],
+)
+def test_outputs_inside_the_place_of_the_model_are_refused(
+    refused: Refused, site: Site, changes: dict[str, str], words: str
+) -> None:
+    error = refused(**{name: site.folder / place for name, place in changes.items()})
+    assert f"{words} {site.folder}" in error
+    assert f"lies in --out {site.folder / 'run'}, which must not exist" in error
+
+
+def test_a_model_below_the_metrics_file_is_refused(refused: Refused, site: Site) -> None:
+    error = refused(metrics=site.folder / "m", out=site.folder / "m" / "model")
+    assert f"lies below --metrics {site.folder / 'm'}, a file" in error
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused(refused: Refused) -> None:
+    error = refused(steps=None, epochs=1, warmup_steps=100)
+    assert "--warmup-steps is 100, more than the 4 steps of --epochs 1" in error
+
+
+def test_more_steps_than_can_be_counted_are_refused(refused: Refused) -> None:
+    assert "steps are too many" in refused(steps=None, epochs=2**31 - 1)
+
+
+def test_options_for_json_lines_without_any_are_refused(refused: Refused, site: Site) -> None:
+    data = site.folder / "plain.txt"
+    data.write_text("It rains. " * 30)
+    assert "--text-field has no effect without JSON lines" in refused(data=data, text_field="body")
+    assert f"{data} has none" in refused(data=data, on_bad_line="skip")
+
+
+def test_parameters_that_the_last_update_broke_are_not_kept(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = site.folder / "c"
+    options = {"steps": 1, "warmup_steps": 0, "learning_rate": 3e38, "weight_decay": 3e38}
+    assert site.finetune("run", checkpoint_dir=checkpoints, **options) == 2
+    error = capsys.readouterr().err
+    assert "error: step 1 made parameters that are not finite" in error
+    assert not (site.folder / "run").exists()
+    assert not checkpoints.exists()
+
+
+def test_without_training_state_a_model_goes_beside_an_out_that_came_to_exist(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = jobs._loop
+
+    def train(*args: Any) -> Any:
+        state = loop(*args)
+        (site.folder / "run").mkdir()
+        (site.folder / "run-2").mkdir()
+        return state
+
+    monkeypatch.setattr(jobs, "_loop", train)
+    assert site.finetune("run") == 0
+    output = capsys.readouterr().out
+    assert f"the model goes to {site.folder / 'run-3'} instead" in output
+    assert f"wrote {site.folder / 'run-3'}" in output
+    assert (site.folder / "run-3" / "model.safetensors").exists()
+    assert list((site.folder / "run").iterdir()) == []
+
+
+def test_metrics_are_written_beside_the_model_without_being_asked_for(site: Site) -> None:
+    assert site.finetune("run", metrics=None, steps=4) == 0
+    records = [json.loads(line) for line in (site.folder / "run.metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]

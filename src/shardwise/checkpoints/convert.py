@@ -16,7 +16,7 @@ def run(options: ConvertOptions) -> int:
     from shardwise.api import load
 
     dtype = None if options.dtype == "keep" else options.dtype
-    mesh = options.mesh or "dp:1,fsdp:-1,tp:1"
+    mesh = "dp:1,fsdp:-1,tp:1" if options.mesh is None else options.mesh
     model = load(options.model, mesh=mesh, overrides=options.override)
     model.export(options.out, dtype)
     print(

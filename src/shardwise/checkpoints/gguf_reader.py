@@ -41,6 +41,8 @@ _NATIVE_DTYPES = {
     gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
     gguf.GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+# Magic number, version, numbers of tensors and of metadata.
+_HEADER_BYTES = 24
 # Rows dequantised at a time: `gguf` joins its results at the end, which would double a big tensor.
 _ROWS_AT_ONCE = 256
 
@@ -201,6 +203,8 @@ class _Parser(gguf.GGUFReader):
 def _parse(file: Path) -> tuple[list[gguf.ReaderTensor], dict[str, Any]]:
     """The file's tensors, unread, and its metadata."""
     try:
+        if file.stat().st_size < _HEADER_BYTES:
+            raise ValueError(f"it has {file.stat().st_size} bytes, less than the header")
         parsed = _Parser(os.fspath(file))
         metadata = {key: field.contents() for key, field in parsed.fields.items()}
     except _UnsupportedTypeError as error:

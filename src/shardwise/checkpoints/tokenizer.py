@@ -48,6 +48,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         return _load(checkpoint)
 
 
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether there is a tokenizer to load, sound or broken; a GGUF file is taken to have one."""
+    return checkpoint.format == "gguf" or _vocabulary_in(checkpoint) is not None
+
+
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Refuse a tokenizer that has ids beyond the embedding table.
 
@@ -68,28 +73,42 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) ->
 
 
 def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    path = checkpoint.path
-    folder = path if path.is_dir() else path.parent
-    from_files = path.is_dir() or checkpoint.format == "config"
-    if from_files and any((folder / name).exists() for name in _VOCABULARIES):
+    folder = _vocabulary_in(checkpoint)
+    if folder is not None:
         return _from_files(folder)
+    path = checkpoint.path
     if checkpoint.format == "gguf":
         from shardwise.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(find_gguf(path), getattr(checkpoint.reader, "metadata", None))
     raise CheckpointError(
-        f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
+        f"{path if path.is_dir() else path.parent} holds no tokenizer; copy tokenizer.json and"
+        " tokenizer_config.json of the model into it"
     )
 
 
+def _vocabulary_in(checkpoint: Checkpoint) -> Path | None:
+    """The folder of the checkpoint, if it has files of a tokenizer."""
+    path = checkpoint.path
+    if not path.is_dir() and checkpoint.format != "config":
+        return None
+    folder = path if path.is_dir() else path.parent
+    return folder if any((folder / name).exists() for name in _VOCABULARIES) else None
+
+
 def _from_files(folder: Path) -> PreTrainedTokenizerBase:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries below raise anything, even bare Exception for a broken file
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {' '.join(lines[:3])}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # AutoTokenizer reads config.json first and checks the types of its values.
+        what = "config.json" if isinstance(error, StrictDataclassError) else "the tokenizer"
+        raise CheckpointError(
+            f"{folder}: {what} cannot be read: {' '.join([*lines[:3], f'({type(error).__name__})'])}"
+        ) from error
 
 
 @contextmanager

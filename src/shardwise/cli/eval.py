@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardwise.cli.options import CommonOptions, option, require_input, require_model
+from shardwise.cli.options import (
+    CommonOptions,
+    option,
+    refuse_without_json_lines,
+    require_input,
+    require_model,
+)
 from shardwise.cli.startup import start
 from shardwise.errors import ConfigError
 
@@ -20,7 +26,9 @@ class EvalOptions(CommonOptions):
     model: str = option(metavar="MODEL", positional=True)
     """A folder of safetensors, or a .gguf file."""
     perplexity: str = option(metavar="FILE")
-    """The text to predict."""
+    """The text to predict: a text file, or .jsonl with a document in each line."""
+    text_field: str = option("text", metavar="NAME")
+    """Key that holds the document in a line of JSONL."""
     length: int = option(1024, metavar="N")
     """Tokens in one window."""
     batch: int = option(8, metavar="N")
@@ -40,6 +48,7 @@ class EvalOptions(CommonOptions):
         super().check_paths()
         require_model(self.model)
         require_input("--perplexity", self.perplexity)
+        refuse_without_json_lines(self, (self.perplexity,))
 
 
 def run(options: EvalOptions) -> int:

@@ -18,6 +18,11 @@ from shardwise.errors import CheckpointError, ConfigError, DataError
 
 Dtype = Literal["float32", "bfloat16"]
 
+FLOAT32_MAX = 3.4e38
+"""Settings that a step computes with are float32."""
+MOST_STEPS = 2**31 - 1
+"""Steps are counted in int32."""
+
 
 def option(default: Any = MISSING, *, metavar: str | None = None, positional: bool = False) -> Any:
     """A dataclass field that is an option of the command line.
@@ -78,8 +83,8 @@ class Options:
             return
         inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
         if not inside:
-            bounds = f"{'more than' if open_low else 'at least'} {low:g}"
-            bounds += f" and at most {high:g}" if math.isfinite(high) else ""
+            bounds = f"{'more than' if open_low else 'at least'} {low:,}"
+            bounds += f" and at most {high:,}" if math.isfinite(high) else ""
             raise ConfigError(f"{flag(name)} is {value}; it must be {bounds}")
 
 
@@ -88,6 +93,17 @@ def refuse_without_effect(given: frozenset[str], names: Collection[str], why: st
     for name in names:
         if name in given:
             raise ConfigError(f"{flag(name)} has no effect {why}; {fix}, or leave {flag(name)} out")
+
+
+def refuse_without_json_lines(options: Options, paths: Collection[str]) -> None:
+    """Raises ConfigError if an option for JSON lines was changed although no file has any."""
+    from shardwise.data.text import has_json_lines
+
+    names = ("text_field", "on_bad_line")
+    fields = {f.name: f.default for f in dataclasses.fields(options) if f.name in names}
+    given = frozenset(name for name, default in fields.items() if getattr(options, name) != default)
+    if given and not has_json_lines(list(paths)):
+        refuse_without_effect(given, names, "without JSON lines (.jsonl)", f"{', '.join(paths)} has none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +201,7 @@ class DataOptions(Options):
         super().check_paths()
         for path in self.data:
             require_input("--data", path)
+        refuse_without_json_lines(self, self.data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +236,12 @@ class OptimizerOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("steps", "epochs"):
-            self._require_range(name, 1)
+            self._require_range(name, 1, MOST_STEPS)
         for name in ("learning_rate", "adam_eps"):
-            self._require_range(name, 0, open_low=True)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "z_loss"):
-            self._require_range(name, 0)
+            self._require_range(name, 0, FLOAT32_MAX, open_low=True)
+        for name in ("weight_decay", "max_grad_norm", "z_loss"):
+            self._require_range(name, 0, FLOAT32_MAX)
+        self._require_range("warmup_steps", 0, MOST_STEPS)
         self._require_range("lr_end_ratio", 0, 1)
         for name in ("beta1", "beta2"):
             self._require_range(name, 0)
@@ -286,7 +304,7 @@ class OutputOptions(Options):
     resume: bool = option(False)
     """Go on from the newest complete checkpoint in --checkpoint-dir."""
     metrics: str | None = option(None, metavar="FILE.jsonl")
-    """Write one line of JSON per logged step."""
+    """Write one line of JSON per logged step here; default: the name of --out with `.metrics.jsonl` added."""
     log_every: int = option(1, metavar="N")
     """Log every N steps."""
     eval_data: str | None = option(None, metavar="PATH")
@@ -295,6 +313,11 @@ class OutputOptions(Options):
     """Also measure it every N steps."""
     seed: int = option(0, metavar="N")
     """Seed of the order of the data, and of new parameters."""
+
+    @property
+    def metrics_file(self) -> str:
+        """Where the metrics go."""
+        return self.metrics or f"{self.out.rstrip('/')}.metrics.jsonl"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,12 +338,28 @@ class OutputOptions(Options):
         if self.eval_data is not None:
             require_input("--eval-data", self.eval_data)
         require_new("--out", self.out)
-        if self.metrics is not None:
-            if not self.resume:
-                require_new("--metrics", self.metrics)
-            _require_can_be_made("--metrics", self.metrics)
+        if not self.resume:
+            require_new("--metrics", self.metrics_file)
+        _require_can_be_made("--metrics", self.metrics_file)
+        self._check_apart()
         if self.checkpoint_dir is not None:
             self._check_checkpoint_dir(Path(self.checkpoint_dir).expanduser())
+
+    def _check_apart(self) -> None:
+        """Refuses outputs that would stand in each other's way at the end of the run."""
+        out = Path(self.out).expanduser().absolute()
+        others = {"--metrics": self.metrics_file, "--checkpoint-dir": self.checkpoint_dir}
+        for name, value in others.items():
+            path = None if value is None else Path(value).expanduser().absolute()
+            if path is not None and (path == out or out in path.parents):
+                raise CheckpointError(
+                    f"{name} {value} lies in --out {self.out}, which must not exist before the model is"
+                    " written at the end; name a place outside it"
+                )
+        if Path(self.metrics_file).expanduser().absolute() in out.parents:
+            raise CheckpointError(
+                f"--out {self.out} lies below --metrics {self.metrics_file}, a file; name another place"
+            )
 
     def _check_checkpoint_dir(self, folder: Path) -> None:
         if self.resume:

@@ -93,6 +93,16 @@ def read_documents(
     return result
 
 
+def has_json_lines(paths: Sequence[str | Path]) -> bool:
+    """Whether any file that these paths stand for is read as JSON lines.
+
+    Raises:
+        DataError: a path is missing or of a refused format.
+    """
+    files = [file for path in paths for file in _expand(Path(path))]
+    return any(file.suffix.lower() in JSONL_SUFFIXES for file in files)
+
+
 def _expand(path: Path) -> list[Path]:
     """The files that a path stands for; checks that they exist and are of a format that can be read."""
     if path.is_dir():
@@ -207,7 +217,9 @@ def _document_of_line(line: bytes, text_field: str) -> str:
 def _missing_field_reason(text_field: str, fields: list[str]) -> str:
     near = difflib.get_close_matches(text_field, fields, n=1, cutoff=0.5)
     has = f"this line has {', '.join(map(repr, fields))}" if fields else "this line has no field at all"
-    hint = f"; did you mean text_field={near[0]!r}?" if near else "; set text_field to one that holds text"
+    hint = (
+        f"; did you mean --text-field {near[0]}?" if near else "; name one that holds text with --text-field"
+    )
     return f"no field {text_field!r}; {has}{hint if fields else ''}"
 
 

@@ -26,6 +26,9 @@ from shardwise.steps.workload import Workload
 if TYPE_CHECKING:
     from shardwise.cli.eval import EvalOptions
 
+_LENGTH_STEP = 64
+"""Short texts are computed at a multiple of this many tokens, not at the whole window's length."""
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -87,7 +90,7 @@ def measure(
         params: stacked or one array per layer.
         texts: int32 ids of each, without BOS; at least one has a token.
         prefix_token: stands in front of each text, so that its first token is scored too.
-        length: tokens in a window, at most the model's context.
+        length: most tokens in a window, at most the model's context.
         batch: windows computed at a time; does not change the result.
         context: see rolling_windows.
 
@@ -96,6 +99,7 @@ def measure(
     windows = [w for text in texts for w in rolling_windows(text, prefix_token, length, context)]
     assert windows, "no token to score"
     batch = round_up(min(batch, len(windows)), plan.batch_multiple())
+    length = min(length, round_up(max(len(window.inputs) for window in windows), _LENGTH_STEP))
     step = build_step(
         plan,
         Workload("score", batch, length, compute_dtype=compute_dtype, param_dtype=param_dtype),
@@ -123,7 +127,7 @@ def run(options: EvalOptions) -> int:
         if is_main_process():
             print(text, flush=True)
 
-    texts = read_documents([options.perplexity]).documents
+    texts = read_documents([options.perplexity], text_field=options.text_field).documents
     model = load(
         options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override,
         stacked=True,
@@ -134,7 +138,7 @@ def run(options: EvalOptions) -> int:
         say(f"--length {options.length} is above the model's context: windows of {length} tokens")
     if options.context > length:
         raise ConfigError(f"--context {options.context} is above the model's context of {length}")
-    default = "" if options.mesh else " (default: all tp)"
+    default = " (default: all tp)" if options.mesh is None else ""
     say(f"mesh {model.plan.mesh}{default}")
     ids = tokenize_texts(tokenizer, texts)
     prefix = prefix_token(tokenizer)
@@ -146,6 +150,6 @@ def run(options: EvalOptions) -> int:
         compute_dtype=options.compute_dtype, param_dtype=model.param_dtype, context=options.context,
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    say(f"{options.perplexity}: {result}  ({result.windows} windows of {length}, {seconds:.1f} s)")
+    say(f"{options.perplexity}: {result}  ({result.windows} windows of up to {length}, {seconds:.1f} s)")
     say(f"first choice right: {result.accuracy:.1%}")
     return 0

@@ -6,6 +6,7 @@ transposing and splitting, so that a family needs no code for layouts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ def require(hf: Mapping[str, Any], key: str, kind: type = int) -> Any:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"config.json: {key} is {value!r}; expected {kind.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"config.json: {key} is {value}; expected a finite number")
     return value
 
 

@@ -6,6 +6,7 @@ Imports neither JAX nor transformers, so that the command line can use it at no 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,6 +83,11 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
                     f"model config: {name} is {value!r}; it must be a whole number of at least 1"
+                )
+        for name in ("norm_eps", "initializer_range"):
+            if not 0 <= getattr(self, name) < math.inf:  # refuses NaN too
+                raise ConfigError(
+                    f"model config: {name} is {getattr(self, name)}; it must be a number of at least 0"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -32,7 +32,7 @@ def run(options: InfoOptions) -> int:
     console.print(f"{options.model} ({checkpoint.format if checkpoint.reader else 'shapes only'})")
     for line in describe(config, single):
         console.print(f"  {line}")
-    if options.mesh:
+    if options.mesh is not None:
         spec = MeshSpec.parse(options.mesh)
         if options.devices or -1 in spec.sizes.values():
             spec = resolve_mesh(spec, "train")

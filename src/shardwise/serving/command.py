@@ -28,7 +28,9 @@ def run(options: GenerateOptions) -> int:
     )  # fmt: skip
     quiet = not is_main_process()
     if not quiet:
-        print(f"mesh {model.plan.mesh}{'' if options.mesh else ' (default: all tp)'}", file=sys.stderr)
+        print(
+            f"mesh {model.plan.mesh}{' (default: all tp)' if options.mesh is None else ''}", file=sys.stderr
+        )
     prompts = [encode_prompt(model.tokenizer, text, options.chat) for text in options.prompt]
     stops = stop_ids(model, options.stop_token)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -62,11 +64,12 @@ def run(options: GenerateOptions) -> int:
 
 def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Ids of a prompt: raw text as the tokenizer gives it, or a user's message in the chat template."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of a command line that are not UTF-8 arrive as lone surrogates
+        raise ConfigError(f"the prompt {text!r} is not UTF-8; give it in that encoding") from None
     if chat:
-        if not tokenizer.chat_template:
-            raise ConfigError("--chat: this model has no chat template; leave --chat out")
-        message = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        ids = _chat_ids(tokenizer, text)
     else:
         ids = tokenizer(text)["input_ids"]
         if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
@@ -81,12 +84,34 @@ def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return list(ids)
 
 
+def _chat_ids(tokenizer: Any, text: str) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise ConfigError("--chat: this model has no chat template; leave --chat out")
+    message = [{"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        kind = type(error).__name__
+        raise CheckpointError(
+            f"--chat: the model's chat template refuses the message: {error} ({kind}); leave --chat out, or"
+            " mend the template"
+        ) from error
+
+
 def stop_ids(model: Model, extra: tuple[str, ...] = ()) -> set[int]:
     """Ids that end a generation: each EOS that tokenizer, generation config or config name, and `extra`."""
     source, found = model.checkpoint, set()
     for config in (source.generation_config or {}, source.hf_config):
         value = config.get("eos_token_id")
-        found |= set(value if isinstance(value, list) else [] if value is None else [value])
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+            raise CheckpointError(
+                f"eos_token_id is {value!r} in the model's config or generation config; it must be an integer"
+                " or a list of them"
+            )
+        found |= set(ids)
     if model.tokenizer.eos_token_id is not None:
         found.add(model.tokenizer.eos_token_id)
     vocabulary = model.tokenizer.get_vocab()

@@ -5,7 +5,6 @@ Not here: continuous batching and HTTP (later in this folder).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,9 @@ from shardwise.steps.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from shardwise.api import Model
+
+# Sampling is done in float32; long before this all tokens are equally likely.
+_MOST_TEMPERATURE = 1e30
 
 CAPACITY_STEP = 64
 """Cache rows and prompts are rounded up to this many tokens, so that like requests share compiled steps."""
@@ -38,8 +40,10 @@ class Sampling:
     """Row i draws with seed + i (modulo 2³²); its draws depend on nothing else but the position."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:  # refuses NaN too
-            raise ConfigError(f"temperature is {self.temperature}; it must be a number of at least 0")
+        if not 0 <= self.temperature <= _MOST_TEMPERATURE:  # refuses NaN too
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be a number from 0 to {_MOST_TEMPERATURE:g}"
+            )
         if not 0 <= self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must lie between 0 and 1")
         if self.top_k < -1:
@@ -115,7 +119,7 @@ def stream(
         seeds = np.array([(sampling.seed + row) % 2**32 for row in range(batch)], np.uint32)
         numbers = (
             (sampling.temperature, np.float32),
-            (sampling.top_k, np.int32),
+            (min(sampling.top_k, model.config.vocab_size), np.int32),
             (sampling.top_p, np.float32),
         )
         columns = [np.full((batch,), value, kind) for value, kind in numbers]
@@ -154,9 +158,13 @@ def _check(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) 
         bad = next((token for token in prompt if not 0 <= token < vocab), None)
         if bad is not None:
             raise ConfigError(f"prompt {number} has token id {bad}, outside the vocabulary of {vocab}")
+    if longest >= context:
+        raise ContextError(
+            f"a prompt of {longest} tokens leaves no room in the model's context of {context}; shorten it"
+        )
     if longest + max_new_tokens > context:
         raise ContextError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of"
-            f" {context}; shorten the prompt or ask for at most {max(0, context - longest)} new tokens"
+            f" {context}; shorten the prompt or ask for at most {context - longest} new tokens"
         )
     return longest

@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardwise.errors import ConfigError
 from shardwise.partition.plan import Plan, named_sharding
+
+# Steps are counted in int32.
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        if self.total_steps > _MOST_STEPS:
+            raise ConfigError(f"{self.total_steps:,} steps are too many; at most {_MOST_STEPS:,} are counted")
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:

@@ -6,12 +6,14 @@ Read `_run` first: it is the whole story. Not here: the step (steps/train.py) an
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardwise.api import Model, open_model, plan, resolve_mesh
@@ -82,7 +84,7 @@ def _run(
     config = config_from_hf(source.hf_config)
     mesh_spec = resolve_mesh(options.mesh, "train")
     the_plan = plan(config, mesh_spec, overrides=options.override)
-    say(f"mesh {mesh_spec}" + ("" if options.mesh else " (default for training: all fsdp)"))
+    say(f"mesh {mesh_spec}" + (" (default for training: all fsdp)" if options.mesh is None else ""))
     say(f"{options.model}: {parameter_count(the_plan):,} parameters, {options.param_dtype} held,"
         f" {options.compute_dtype} compute")  # fmt: skip
 
@@ -95,6 +97,11 @@ def _run(
     check_tokenizer_fits(tokenizer, config.vocab_size)
     data = _read_data(options, tokenizer, config.vocab_size, say)
     steps = options.steps or num_steps_for(data.rows, options.global_batch)
+    if options.warmup_steps > steps:
+        raise ConfigError(
+            f"--warmup-steps is {options.warmup_steps}, more than the {steps} steps of --epochs"
+            f" {options.epochs}; lower it"
+        )
     workload = Workload(
         "train", options.global_batch, options.length, compute_dtype=options.compute_dtype,
         param_dtype=options.param_dtype, remat=options.remat, grad_accum_steps=options.grad_accum_steps,
@@ -111,10 +118,9 @@ def _run(
     else:  # the run ended between its last checkpoint and its export
         say(f"all {steps} steps are done already; what is left is to write the model")
 
-    # The end: held-out loss, then the folder that other tools read.
+    # The end: the folder that other tools read.
     model = Model(tokenizer_source, the_plan, step.mesh, state.params, options.compute_dtype)
-    _export(options, model, source, tokenizer)
-    say(f"wrote {options.out}")
+    say(f"wrote {_export(options, model, source, tokenizer, say)}")
     return 0
 
 
@@ -240,7 +246,7 @@ def _loop(
     peak, convention = peak_flops(options.compute_dtype)
     flops = train_flops_per_token(the_plan, options.length)
     identity = _identity(options, step, data)
-    with Reporter(steps, done, options.metrics, flops, peak, quiet) as reporter:
+    with Reporter(steps, done, options.metrics_file, flops, peak, quiet) as reporter:
         reporter.say(
             "MFU: 6 FLOPs a matmul parameter and token + causal attention,"
             f" over {peak / 1e9:,.0f} GFLOP/s ({convention})"
@@ -273,6 +279,8 @@ def _loop(
                 reporter.step(number, host, since * batch * options.length, since)
                 since = 0
             pause = False
+            if saves or last:
+                _check_finite(state.params, number)
             if options.checkpoint_dir and saves:
                 native.save(options.checkpoint_dir, state, the_plan, identity, options.keep_last)
                 pause = True
@@ -284,6 +292,21 @@ def _loop(
     return state
 
 
+@jax.jit
+def _not_finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: ~jnp.isfinite(value).all() for path, value in params.items()}
+
+
+def _check_finite(params: dict[str, jax.Array], number: int) -> None:
+    """Refuse to keep parameters that the last update broke: loss and gradients were from before it."""
+    odd = [path for path, bad in _not_finite(params).items() if bool(bad.addressable_data(0))]
+    if odd:
+        raise ShardwiseError(
+            f"step {number} made parameters that are not finite ({len(odd)}, such as {odd[0]}); nothing of it"
+            " is kept; lower --learning-rate, or resume from an earlier checkpoint"
+        )
+
+
 def _held_out(options: TrainingOptions, step: Step, params: Any, data: _Data) -> Perplexity:
     return measure(
         step.plan, step.mesh, params, data.held_out, prefix_token=data.prefix, length=options.length,
@@ -291,14 +314,22 @@ def _held_out(options: TrainingOptions, step: Step, params: Any, data: _Data) ->
     )  # fmt: skip
 
 
-def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenizer: Any) -> None:
+def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenizer: Any, say: Any) -> Path:
+    """Write the model; returns where."""
     from shardwise.checkpoints.export import export
 
-    if Path(options.out).exists():
-        raise CheckpointError(
-            f"--out {options.out} has come to exist meanwhile; the training state is in --checkpoint-dir"
+    out = Path(options.out)
+    if out.exists():
+        there = f"--out {out} has come to exist meanwhile"
+        if options.checkpoint_dir:
+            raise CheckpointError(f"{there}; the training state is in --checkpoint-dir")
+        # Nothing else holds what was trained.
+        out = next(
+            other for n in itertools.count(2) if not (other := out.with_name(f"{out.name}-{n}")).exists()
         )
+        say(f"warning: {there}: the model goes to {out} instead")
     export(
-        options.out, model.plan, model.mesh, model.params, hf_config=source.hf_config, tokenizer=tokenizer,
+        out, model.plan, model.mesh, model.params, hf_config=source.hf_config, tokenizer=tokenizer,
         generation_config=source.generation_config or model.checkpoint.generation_config,
     )  # fmt: skip
+    return out
