@@ -62,12 +62,12 @@ def test_activations_are_cut_by_batch_and_heads_and_stay_whole_in_embed() -> Non
     place = placement(2, 2, 2)
     hidden, heads = jax.jit(
         lambda x, q: (
-            place.activation(x, "batch", "length", "embed"),
-            place.activation(q, "batch", "length", "heads"),
+            place.activation("residual", x),
+            place.activation("query", q),
         )
-    )(np.zeros((4, 3, 12)), np.zeros((4, 3, 2)))
+    )(np.zeros((4, 3, 12)), np.zeros((4, 3, 2, 1, 1)))
     assert hidden.sharding.shard_shape(hidden.shape) == (1, 3, 12)
-    assert heads.sharding.shard_shape(heads.shape) == (1, 3, 1)
+    assert heads.sharding.shard_shape(heads.shape) == (1, 3, 1, 1, 1)
 
 
 def test_on_one_device_nothing_is_constrained() -> None:

@@ -16,9 +16,10 @@ from shardwise.families import config_from_hf
 from shardwise.families.presets import PRESETS
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import declared_params, plan_model
+from shardwise.partition.decide import make_plan
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding, round_up
-from shardwise.partition.plan import ParamSpec, Plan, make_plan, named_sharding, partition_spec
+from shardwise.partition.plan import ParamSpec, Plan, Use, named_sharding, partition_spec
 from shardwise.partition.rules import Rules
 
 
@@ -37,7 +38,7 @@ def plan(dp: int = 1, fsdp: int = 1, tp: int = 1, **changes: Any) -> Plan:
 
 def with_rule(logical: str, *mesh_axes: str) -> Rules:
     """The default rules with one changed."""
-    return Rules(tuple((name, mesh_axes if name == logical else axes) for name, axes in Rules().table))
+    return Rules().changed({logical: mesh_axes})
 
 
 SIZES = st.integers(1, 5)
@@ -155,10 +156,12 @@ def test_where_no_dim_is_divided_by_fsdp_the_cheapest_one_is_stored_padded() -> 
 
 def test_a_logical_axis_without_a_rule_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="no rule for logical axis 'experts'; rules exist for batch, length"
+        ConfigError, match="no rule for logical axis 'experts'; rules exist for layers, vocab"
     ):
-        make_plan(config(), [ParamSpec("moe/kernel", ("experts", "embed"), "normal")], MeshSpec())
-    without = Rules(tuple(row for row in Rules().table if row[0] != "mlp"))
+        make_plan(
+            config(), [ParamSpec("moe/kernel", ("experts", "embed"), "normal", Use("scale"))], MeshSpec()
+        )
+    without = Rules(params=tuple(row for row in Rules().params if row[0] != "mlp"))
     with pytest.raises(ConfigError, match="no rule for logical axis 'mlp'"):
         plan_model(config(), MeshSpec(), without)
 
@@ -178,7 +181,7 @@ def test_two_dims_on_one_mesh_axis_are_refused_by_name() -> None:
 )
 def test_a_rules_table_that_contradicts_itself_is_refused(table: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Rules(table)
+        Rules(params=table)
 
 
 def test_an_axis_that_does_not_divide_a_dim_which_is_never_padded_is_refused() -> None:

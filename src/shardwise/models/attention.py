@@ -112,8 +112,7 @@ def _tokamax(place: Placement, q: jax.Array, k: jax.Array, v: jax.Array, visible
     """tokamax's kernel on each device's own rows and heads: the partitioner cannot cut a Pallas kernel."""
     import tokamax
 
-    rules = place.plan.rules
-    batch, heads = rules.mesh_axes("batch"), rules.mesh_axes("heads")
+    batch, _, heads, *_ = place.plan.activation("attention_out")
 
     @partial(
         jax.shard_map,

@@ -32,23 +32,18 @@ class KVCache:
         return self.keys[0].shape[1]
 
 
-CACHE_AXES = ("batch", "length", "heads", "head_dim")
-
-
 def cache_shape(place: Placement, batch: int, capacity: int) -> KVCache:
     """The shapes of an empty cache (jax.ShapeDtypeStruct leaves with shardings)."""
     from shardwise.partition.plan import named_sharding
 
     config, slots = place.plan.config, place.plan.padding.heads.slots
-    rules = place.plan.rules
-    spec = tuple(rules.mesh_axes(axis) for axis in CACHE_AXES)
     array = jax.ShapeDtypeStruct(
         (batch, capacity, slots, config.head_dim),
         place.compute_dtype,
-        sharding=named_sharding(place.mesh, spec),
+        sharding=named_sharding(place.mesh, place.plan.activation("kv_cache")),
     )
     lengths = jax.ShapeDtypeStruct(
-        (batch,), jnp.int32, sharding=named_sharding(place.mesh, (rules.mesh_axes("batch"),))
+        (batch,), jnp.int32, sharding=named_sharding(place.mesh, (place.plan.batch_axes(),))
     )
     layers = (array,) * config.num_layers
     return KVCache(layers, layers, lengths)

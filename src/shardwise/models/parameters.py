@@ -17,10 +17,11 @@ from flax import nnx
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import Transformer
+from shardwise.partition.decide import make_plan
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding
-from shardwise.partition.plan import Decision, ParamSpec, Plan, make_plan, named_sharding
-from shardwise.partition.rules import Override, Rules
+from shardwise.partition.plan import Decision, ParamSpec, Plan, named_sharding
+from shardwise.partition.rules import HeadLayout, Override, Rules
 
 Params = dict[str, jax.Array]
 
@@ -30,16 +31,25 @@ def declared_params(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Every parameter of the model, from shapes alone."""
     _, flat = _template(config, Padding.none(config), True)
     return tuple(
-        ParamSpec("/".join(path), tuple(v.get_metadata("out_sharding")), v.get_metadata("init"))
+        ParamSpec(
+            "/".join(path),
+            tuple(v.get_metadata("out_sharding")),
+            v.get_metadata("init"),
+            v.get_metadata("use"),
+        )
         for path, v in flat
     )
 
 
 def plan_model(
-    config: ModelConfig, mesh: MeshSpec, rules: Rules | None = None, overrides: Iterable[Override] = ()
+    config: ModelConfig,
+    mesh: MeshSpec,
+    rules: Rules | None = None,
+    overrides: Iterable[Override] = (),
+    head_layout: HeadLayout | None = None,
 ) -> Plan:
     """The Plan of a model on a resolved mesh; see make_plan."""
-    return make_plan(config, declared_params(config), mesh, rules, overrides)
+    return make_plan(config, declared_params(config), mesh, rules, overrides, head_layout)
 
 
 def bind(plan: Plan, params: Mapping[str, jax.Array], stacked: bool) -> Transformer:

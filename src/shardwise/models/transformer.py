@@ -18,13 +18,14 @@ from flax import nnx
 
 from shardwise.models import vocabulary
 from shardwise.models.attention import Kernel, Visibility, attention
-from shardwise.models.cache import CACHE_AXES, KVCache, write_rows
+from shardwise.models.cache import KVCache, write_rows
 from shardwise.models.config import ModelConfig
 from shardwise.models.dense import dense
 from shardwise.models.positions import rotate, rotation
 from shardwise.models.vocabulary import VocabTable
-from shardwise.partition.constraints import Placement
+from shardwise.partition.constraints import Placement, ProductSpecs
 from shardwise.partition.padding import Padding
+from shardwise.partition.plan import Use
 
 Remat = Literal["none", "dots", "full"]
 """What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
@@ -55,11 +56,15 @@ class Declare:
         """The same one level further down."""
         return Declare(self.padding, f"{self.prefix}{name}/", self.stacked if stacked is None else stacked)
 
-    def param(self, *axes: str, init: str = "normal") -> nnx.Param:
+    def param(self, *axes: str, use: Use, init: str = "normal") -> nnx.Param:
         """A parameter with these logical axes (behind `layers` where layers are stacked), not yet drawn."""
         axes = ("layers", *axes) if self.stacked else axes
         return nnx.Param(
-            jnp.zeros(self.padding.use_shape(axes)), out_sharding=axes, eager_sharding=False, init=init
+            jnp.zeros(self.padding.use_shape(axes)),
+            out_sharding=axes,
+            eager_sharding=False,
+            init=init,
+            use=use,
         )
 
 
@@ -68,7 +73,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, declare: Declare, eps: float):
         self.path, self.eps = declare.prefix, eps
-        self.scale = declare.param("vector", init="ones")
+        self.scale = declare.param("vector", init="ones", use=Use("scale"))
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
         return _normed(x, self.eps) * place.weight(self.path + "scale", self.scale[...])
@@ -78,22 +83,24 @@ class Linear(nnx.Module):
     """A projection from the dims `inputs` to the dims `outputs`, with an optional bias added once, after any
     reduction over `tp`. The kernel lies as Hugging Face's does, [outputs…, inputs…]."""
 
-    def __init__(self, declare: Declare, inputs: tuple[str, ...], outputs: tuple[str, ...], bias: bool):
-        self.path, self.num_inputs = declare.prefix, len(inputs)
-        self.kernel = declare.param(*outputs, *inputs)
+    def __init__(
+        self, declare: Declare, inputs: tuple[str, ...], outputs: tuple[str, ...], bias: bool,
+        takes: str, gives: str,
+    ):  # fmt: skip
+        self.path, self.use = declare.prefix, Use("kernel", takes, gives, len(inputs))
+        self.kernel = declare.param(*outputs, *inputs, use=self.use)
         bias_axes = ("vector",) if outputs == ("embed",) else outputs
-        self.bias = declare.param(*bias_axes, init="zeros") if bias else None
+        self.bias = declare.param(*bias_axes, init="zeros", use=Use("bias", gives=gives)) if bias else None
 
-    def __call__(
-        self, place: Placement, x: jax.Array, *out_axes: str, repeat: jax.Array | None = None
-    ) -> jax.Array:
-        """Project `x` [B, T, inputs…] to [B, T, outputs…], laid out as `out_axes` say.
+    def __call__(self, place: Placement, x: jax.Array, repeat: jax.Array | None = None) -> jax.Array:
+        """Project `x`, the activation that this kernel takes, [B, T, inputs…] to the one that it gives,
+        [B, T, outputs…].
 
         Args:
             repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as
                 stored.
         """
-        product = jax.checkpoint(partial(self._product, place, out_axes), prevent_cse=False)
+        product = jax.checkpoint(partial(self._product, place), prevent_cse=False)
         y = product(x, self.kernel[...], repeat)
         if self.bias is None:
             return y
@@ -101,23 +108,23 @@ class Linear(nnx.Module):
         return y + (bias if repeat is None else jnp.take(bias, repeat, axis=0))
 
     def _product(
-        self,
-        place: Placement,
-        out_axes: tuple[str, ...],
-        x: jax.Array,
-        kernel: jax.Array,
-        repeat: jax.Array | None,
+        self, place: Placement, x: jax.Array, kernel: jax.Array, repeat: jax.Array | None
     ) -> jax.Array:
         """Without the bias, from the kernel as it is stored.
+
+        Operands and result are held to what the kernel's cut asks for, so that no choice is left to the
+        partitioner: see ProductSpecs.
 
         What is made of the kernel (cast, gathered over `fsdp`) is made again in the backward pass: kept, it
         would be every layer's whole weights at once.
         """
-        kernel = place.weight(self.path + "kernel", kernel)
+        path = self.path + "kernel"
+        kernel = place.weight(path, kernel)
+        specs = ProductSpecs.of(place.plan, path, repeated=repeat is not None)
         if repeat is not None:
-            kernel = jnp.take(kernel, repeat, axis=0)
-            kernel = place.activation(kernel, *out_axes[2:], *(("embed",) * self.num_inputs))
-        return place.activation(dense(x, kernel, self.num_inputs, place.on_cpu), *out_axes)
+            kernel = place.constrain(jnp.take(kernel, repeat, axis=0), specs.kernel)
+        y = dense(place.constrain(x, specs.operand), kernel, self.use.num_inputs, place.on_cpu)
+        return place.activation(self.use.gives, place.constrain(y, specs.product))
 
 
 class Attention(nnx.Module):
@@ -127,10 +134,12 @@ class Attention(nnx.Module):
         self.config, self.heads = config, declare.padding.heads
         query, key = ("heads", "q_per_kv", "head_dim"), ("kv_heads", "head_dim")
         bias = config.qkv_bias
-        self.q_proj = Linear(declare.below("q_proj"), ("embed",), query, bias)
-        self.k_proj = Linear(declare.below("k_proj"), ("embed",), key, bias)
-        self.v_proj = Linear(declare.below("v_proj"), ("embed",), key, bias)
-        self.o_proj = Linear(declare.below("o_proj"), query, ("embed",), config.attention_out_bias)
+        self.q_proj = Linear(declare.below("q_proj"), ("embed",), query, bias, "residual", "query")
+        self.k_proj = Linear(declare.below("k_proj"), ("embed",), key, bias, "residual", "key")
+        self.v_proj = Linear(declare.below("v_proj"), ("embed",), key, bias, "residual", "value")
+        self.o_proj = Linear(
+            declare.below("o_proj"), query, ("embed",), config.attention_out_bias, "attention_out", "residual"
+        )
 
     def __call__(
         self,
@@ -143,22 +152,18 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Attend; `cached` (keys, values [B, S, K, E], starts [B]) takes the new keys and values first."""
         repeat = jnp.asarray(self.heads.kv_of_slot) if self.heads.repeat > 1 else None
-        query_axes = ("batch", "length", "heads", "q_per_kv", "head_dim")
-        q = self.q_proj(place, x, *query_axes)
-        k = self.k_proj(place, x, *CACHE_AXES, repeat=repeat)
-        v = self.v_proj(place, x, *CACHE_AXES, repeat=repeat)
+        q, k, v = self.q_proj(place, x), self.k_proj(place, x, repeat), self.v_proj(place, x, repeat)
         q, k = rotate(q, turn), rotate(k, turn)
         updated = None
         if cached is not None:
             keys, values, starts = cached
-            k = place.activation(write_rows(keys, k, starts), *CACHE_AXES)
-            v = place.activation(write_rows(values, v, starts), *CACHE_AXES)
+            k = place.activation("kv_cache", write_rows(keys, k, starts))
+            v = place.activation("kv_cache", write_rows(values, v, starts))
             updated = (k, v)
         out = attention(place, q, k, v, visible, kernel)
         if not self.heads.valid.all():  # a padded head would else move its (zero) rows of o_proj in training
             out = out * jnp.asarray(self.heads.valid, out.dtype)[:, :, None]
-        out = place.activation(out, *query_axes)
-        return self.o_proj(place, out, "batch", "length", "embed"), updated
+        return self.o_proj(place, place.activation("attention_out", out)), updated
 
 
 class GatedMLP(nnx.Module):
@@ -166,14 +171,14 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, declare: Declare, config: ModelConfig):
         self.activation = config.activation
-        self.gate_proj = Linear(declare.below("gate_proj"), ("embed",), ("mlp",), config.mlp_bias)
-        self.up_proj = Linear(declare.below("up_proj"), ("embed",), ("mlp",), config.mlp_bias)
-        self.down_proj = Linear(declare.below("down_proj"), ("mlp",), ("embed",), config.mlp_bias)
+        wide, narrow, bias = ("residual", "mlp_hidden"), ("mlp_hidden", "residual"), config.mlp_bias
+        self.gate_proj = Linear(declare.below("gate_proj"), ("embed",), ("mlp",), bias, *wide)
+        self.up_proj = Linear(declare.below("up_proj"), ("embed",), ("mlp",), bias, *wide)
+        self.down_proj = Linear(declare.below("down_proj"), ("mlp",), ("embed",), bias, *narrow)
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        gate = self.gate_proj(place, x, "batch", "length", "mlp")
-        up = self.up_proj(place, x, "batch", "length", "mlp")
-        return self.down_proj(place, _gated(self.activation, gate, up), "batch", "length", "embed")
+        gate, up = self.gate_proj(place, x), self.up_proj(place, x)
+        return self.down_proj(place, _gated(self.activation, gate, up))
 
 
 class Block(nnx.Module):
@@ -197,7 +202,7 @@ class Block(nnx.Module):
         attended, updated = self.attn(place, self.attn_norm(place, x), turn, visible, cached, kernel)
         x = x + attended
         x = x + self.mlp(place, self.mlp_norm(place, x))
-        return place.activation(x, "batch", "length", "embed"), updated
+        return place.activation("residual", x), updated
 
 
 class Transformer(nnx.Module):
@@ -210,14 +215,18 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, padding: Padding, stacked: bool):
         declare = Declare(padding)
         self.config, self.stacked = config, stacked
-        self.embed = nnx.Dict(table=declare.param("vocab", "embed"))
+        self.embed = nnx.Dict(table=declare.param("vocab", "embed", use=Use("embedding", "", "residual")))
         if stacked:
             self.layers = Block(declare.below("layers", stacked=True), config)
         else:
             # every block asks the Plan under the stacked path: one decision holds for all layers
             self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(declare.below("final_norm"), config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else nnx.Dict(kernel=declare.param("vocab", "embed"))
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nnx.Dict(kernel=declare.param("vocab", "embed", use=Use("head", "residual")))
+        )
 
     def hidden(
         self,
@@ -302,7 +311,7 @@ class Transformer(nnx.Module):
         self, place: Placement, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         table = VocabTable.of(place, "embed/table", self.embed["table"][...])
-        x = place.activation(vocabulary.look_up(place, table, tokens), "batch", "length", "embed")
+        x = place.activation("residual", vocabulary.look_up(place, table, tokens))
         return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
 
 

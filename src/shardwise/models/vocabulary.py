@@ -86,7 +86,7 @@ def logits(place: Placement, hidden: jax.Array, head: jax.Array) -> jax.Array:
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     out = dense(hidden, head, 1, place.on_cpu, wide)
-    out = place.activation(out, "batch", "length", "vocab")
+    out = place.constrain(out, (place.plan.batch_axes(), (), place.plan.rules.mesh_axes("vocab")))
     return mask_padding(out, place.plan.config.vocab_size)
 
 

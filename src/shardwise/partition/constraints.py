@@ -6,6 +6,7 @@ Not here: which spec a parameter has (plan.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,43 @@ from jax.lax import with_sharding_constraint
 
 from shardwise.partition.plan import Plan, named_sharding
 from shardwise.partition.rules import Spec
+
+
+@dataclass(frozen=True)
+class ProductSpecs:
+    """How operands and result of a product with a kernel lie, so that the kernel's cut alone says what moves.
+
+    Output dims cut: each device makes its part of the result, and nothing moves. Input dims cut: each device
+    makes a part of every sum, and the result is reduced. An operand cut otherwise is gathered first, a result
+    that its activation wants cut otherwise is moved afterwards; the planner counts both.
+    """
+
+    kernel: Spec
+    """Of the kernel at use, [outputs…, inputs…]."""
+    operand: Spec
+    """Of what it is multiplied with, [B, T, inputs…]."""
+    product: Spec
+    """Of the result [B, T, outputs…], before it is laid out as its activation."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, plan: Plan, path: str, repeated: bool) -> ProductSpecs:
+        """Those of the kernel at `path`.
+
+        Args:
+            repeated: its first dim, kv heads held once, is repeated to the slots that the result has.
+        """
+        decision = plan[path]
+        kernel = decision.without_fsdp()[decision.stacked :]
+        gives = plan.activation(decision.use.gives)
+        used = {axis for axes in kernel for axis in axes}
+        if repeated:
+            slots = tuple(axis for axis in gives[2] if axis not in used)
+            kernel, used = (slots, *kernel[1:]), used | set(slots)
+        outputs, inputs = kernel[: -decision.use.num_inputs], kernel[-decision.use.num_inputs :]
+        rows = tuple(tuple(axis for axis in axes if axis not in used) for axes in gives[:2])
+        reduced = any(inputs) and not any(outputs)  # straight to the activation: may then be a reduce-scatter
+        return cls(kernel, (*rows, *inputs), gives if reduced else (*rows, *outputs))
 
 
 @dataclass(frozen=True)
@@ -34,7 +72,8 @@ class Placement:
         For collectives written out under shard_map: over an axis of one device they move nothing, but XLA
         may still copy for them.
         """
-        return self._longer(self.plan.rules.mesh_axes(logical))
+        plan = self.plan
+        return self._longer(plan.batch_axes() if logical == "batch" else plan.rules.mesh_axes(logical))
 
     def spread_spec(self, spec: Spec) -> Spec:
         """`spec` without mesh axes of one device."""
@@ -44,15 +83,16 @@ class Placement:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """`x` held to `spec`; nothing to hold on a single device."""
+        """`x` held to `spec`; nothing to hold on a single device, and a dim of one element stays whole (the
+        length in decoding)."""
         if self.mesh.size == 1:
             return x
-        return with_sharding_constraint(x, named_sharding(self.mesh, spec))
+        fitting = tuple(axes if size > 1 else () for axes, size in zip(spec, x.shape, strict=True))
+        return with_sharding_constraint(x, named_sharding(self.mesh, fitting))
 
-    def activation(self, x: jax.Array, *axes: str) -> jax.Array:
-        """`x` cut as the rules say for its logical axes (`embed` stays whole: fsdp splits the batch)."""
-        spec = tuple(() if axis == "embed" else self.plan.rules.mesh_axes(axis) for axis in axes)
-        return self.constrain(x, spec)
+    def activation(self, name: str, x: jax.Array) -> jax.Array:
+        """The named activation, cut as the plan says."""
+        return self.constrain(x, self.plan.activation(name))
 
     def stored(self, path: str, value: jax.Array) -> jax.Array:
         """A parameter in the compute dtype, still lying as it is stored.

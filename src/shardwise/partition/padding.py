@@ -1,4 +1,4 @@
-"""True and physical shapes: how heads, kv heads, mlp and vocab are padded so that `tp` divides them.
+"""True and physical shapes: how heads, kv heads, mlp and vocab are padded so that mesh axes divide them.
 
 A parameter has a true shape (the checkpoint's) and a use shape (after padding). Padding is zeros, always at
 the end of a dim, but for query heads, whose two dims (heads, q_per_kv) are regrouped into slots; see
@@ -8,7 +8,7 @@ Not here: which axis cuts which dim (plan.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -108,13 +108,19 @@ class Padding:
     true_sizes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def choose(cls, model: Sized, tp: int) -> Padding:
-        """Padding with which `tp` divides heads, kv heads (or holds them once), mlp and vocab."""
+    def choose(cls, model: Sized, parts: int | Mapping[str, int]) -> Padding:
+        """Padding with which heads, kv heads (or one copy of them), mlp and vocab can be cut evenly.
+
+        Args:
+            parts: into how many parts `heads`, `mlp` and `vocab` are cut; one number for all.
+        """
         sizes = model.sizes()
+        if isinstance(parts, int):
+            parts = dict.fromkeys(("heads", "mlp", "vocab"), parts)
         return cls(
-            heads=HeadSlots.choose(model.num_kv_heads, model.q_per_kv, tp),
-            mlp=round_up(sizes["mlp"], tp),
-            vocab=round_up(sizes["vocab"], tp),
+            heads=HeadSlots.choose(model.num_kv_heads, model.q_per_kv, parts["heads"]),
+            mlp=round_up(sizes["mlp"], parts["mlp"]),
+            vocab=round_up(sizes["vocab"], parts["vocab"]),
             true_sizes=tuple(sizes.items()),
         )
 

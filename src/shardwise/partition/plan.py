@@ -1,26 +1,38 @@
-"""The Plan: one immutable value that says, for every parameter, how it is cut and padded, and by which rule.
+"""The Plan: one immutable value that says how every parameter and named activation is cut, and by which rule.
 
 Loading, training, evaluation, generation, checkpoints and export all read the same Plan. It needs no arrays
-and no devices. Not here: arrays themselves (checkpoints/, steps/) and what a cut costs (planner/).
+and no devices. Not here: making one (decide.py), files of plans (plan_file.py), arrays themselves
+(checkpoints/, steps/) and what a cut costs (planner/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from shardwise.errors import ConfigError
 from shardwise.partition.mesh import MeshSpec
-from shardwise.partition.padding import Padding, round_up
-from shardwise.partition.rules import Override, Rules, Spec
+from shardwise.partition.padding import Padding
+from shardwise.partition.rules import HeadLayout, Rules, Spec
 
 if TYPE_CHECKING:
     import jax
 
     from shardwise.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the model does with a parameter, as far as its cut has consequences."""
+
+    kind: Literal["kernel", "bias", "scale", "embedding", "head"]
+    """`embedding`: looked up (and the head too where it is tied)."""
+    takes: str = ""
+    """Name of the activation that a kernel is multiplied with."""
+    gives: str = ""
+    """Name of the activation that comes out."""
+    num_inputs: int = 0
+    """Last dims of a kernel that are contracted."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class ParamSpec:
     """Logical axis of each dim."""
     init: str
     """How a fresh one is drawn: `normal`, `zeros` or `ones`."""
+    use: Use
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,11 @@ class Decision:
     path: str
     axes: tuple[str, ...]
     init: str
+    use: Use
     true_shape: tuple[int, ...]
     """Shape in the checkpoint."""
     use_shape: tuple[int, ...]
-    """Shape that the computation sees: padded so that `tp` divides it."""
+    """Shape that the computation sees: padded so that the axes that cut it at use divide it."""
     shape: tuple[int, ...]
     """Shape stored; larger than `use_shape` only where `fsdp` had no dim that it divides."""
     spec: Spec
@@ -66,14 +80,31 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class ActivationDecision:
+    """How one named activation lies on the mesh."""
+
+    name: str
+    axes: tuple[str, ...]
+    """Logical axis of each dim."""
+    spec: Spec
+    """Mesh axes that cut each dim."""
+    decided_by: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A resolved mesh and one decision per parameter; hashable, so that it can key compiled steps."""
+    """A resolved mesh, one decision per parameter and per named activation; hashable, so that it can key
+    compiled steps."""
 
     config: ModelConfig
     mesh: MeshSpec
     rules: Rules
     padding: Padding
     decisions: tuple[Decision, ...]
+    activations: tuple[ActivationDecision, ...]
+    notes: tuple[str, ...] = ()
+    """What concerns the mesh as a whole, such as an axis that cuts nothing."""
 
     @cached_property
     def _by_path(self) -> dict[str, Decision]:
@@ -84,7 +115,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.config, self.mesh, self.rules, self.decisions))
+        return hash((self.config, self.mesh, self.decisions, self.activations))
 
     def __getitem__(self, path: str) -> Decision:
         return self._by_path[path]
@@ -97,9 +128,37 @@ class Plan:
         """Parameter paths in the model's order."""
         return tuple(self._by_path)
 
+    @cached_property
+    def _activation_specs(self) -> dict[str, Spec]:
+        return {activation.name: activation.spec for activation in self.activations}
+
+    def activation(self, name: str) -> Spec:
+        """Mesh axes that cut each dim of a named activation."""
+        return self._activation_specs[name]
+
+    @property
+    def head_path(self) -> str:
+        """Path of the output head's matrix [V, D]."""
+        return "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """How the output head is cut at use."""
+        return layout_of(self[self.head_path].without_fsdp())
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Every padding and everything done otherwise than the rules say, with the tensors concerned."""
+        found: dict[str, list[str]] = {note: [] for note in self.notes}
+        noted = [(d.path, d.notes) for d in self.decisions] + [(a.name, a.notes) for a in self.activations]
+        for name, notes in noted:
+            for note in notes:
+                found.setdefault(note, []).append(name)
+        return tuple(note + (f"  [{', '.join(names)}]" if names else "") for note, names in found.items())
+
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the batch."""
-        return self.rules.mesh_axes("batch")
+        return self.activation("tokens")[0]
 
     def batch_multiple(self) -> int:
         """The batch must be a multiple of this: the product of the sizes of the axes that split it."""
@@ -128,182 +187,7 @@ def named_sharding(mesh: jax.sharding.Mesh, spec: Spec) -> jax.sharding.NamedSha
     return NamedSharding(mesh, partition_spec(spec))
 
 
-def make_plan(
-    config: ModelConfig,
-    params: Sequence[ParamSpec],
-    mesh: MeshSpec,
-    rules: Rules | None = None,
-    overrides: Iterable[Override] = (),
-) -> Plan:
-    """Decide how every parameter is cut on a resolved mesh.
-
-    Args:
-        params: what the model declares.
-        rules: logical axis → mesh axes; default `Rules()`.
-        overrides: tried in order before the rules; the first that matches a path decides it.
-
-    Raises:
-        ConfigError: a logical axis without a rule, an axis on two dims, an override that decides nothing, has
-            the wrong rank or an axis that does not divide its dim.
-    """
-    rules = rules or Rules()
-    overrides = tuple(overrides)
-    padding = Padding.choose(config, mesh.tp)
-    used: set[int] = set()
-    decisions = []
-    for param in params:
-        first = next((i for i, override in enumerate(overrides) if override.matches(param.path)), None)
-        if first is not None:
-            used.add(first)
-            decisions.append(_decide_by_override(param, overrides[first], mesh, padding))
-        else:
-            decisions.append(_decide_by_rules(param, rules, mesh, padding))
-    for i, override in enumerate(overrides):
-        if i not in used:
-            raise ConfigError(_matched_nothing(override, [param.path for param in params]))
-    return Plan(config, mesh, rules, padding, tuple(decisions))
-
-
-def _decide_by_rules(param: ParamSpec, rules: Rules, mesh: MeshSpec, padding: Padding) -> Decision:
-    axes = param.axes
-    wanted = [rules.mesh_axes(axis) for axis in axes]
-    use_shape = padding.use_shape(axes)
-    flat = [axis for mesh_axes in wanted for axis in mesh_axes]
-    twice = next((axis for axis in flat if flat.count(axis) > 1), None)
-    if twice:
-        names = [axis for axis, mesh_axes in zip(axes, wanted, strict=True) if twice in mesh_axes]
-        raise ConfigError(
-            f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one"
-        )
-    if axes[0] == "layers" and wanted[0]:
-        raise ConfigError(
-            f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim"
-        )
-    notes = _padding_notes(axes, mesh, padding)
-    spec: list[tuple[str, ...]] = []
-    shape = list(use_shape)
-    for dim, mesh_axes in enumerate(wanted):
-        kept = tuple(axis for axis in mesh_axes if axis != "fsdp")
-        size = mesh.size(kept)
-        if shape[dim] % size:
-            if axes[dim] != "kv_heads":
-                raise ConfigError(
-                    f"{param.path}: dim {axes[dim]} of {shape[dim]} is not divided by {'×'.join(kept)} ="
-                    f" {size}, and only heads, kv_heads, mlp and vocab are padded (for tp); change the"
-                    f" rule for {axes[dim]!r}"
-                )
-            kept = ()  # kv heads held once on every device and repeated at use; _padding_notes says so
-        spec.append(kept)
-    if "fsdp" in flat:
-        notes += _place_fsdp(axes, spec, shape, wanted, mesh)
-    by = (
-        ", ".join(f"{a}→{'+'.join(m)}" for a, m in zip(axes, wanted, strict=True) if m)
-        or "whole (no axis cuts it)"
-    )
-    return Decision(
-        param.path, axes, param.init, padding.true_shape(axes), use_shape, tuple(shape), tuple(spec),
-        f"rules {by}", tuple(notes),
-    )  # fmt: skip
-
-
-def _place_fsdp(
-    axes: Sequence[str],
-    spec: list[tuple[str, ...]],
-    shape: list[int],
-    wanted: Sequence[tuple[str, ...]],
-    mesh: MeshSpec,
-) -> list[str]:
-    """Put `fsdp` on the dim that the rules name if it divides that, else on another; changes both lists."""
-    asked = next(dim for dim, mesh_axes in enumerate(wanted) if "fsdp" in mesh_axes)
-
-    def divides(dim: int) -> bool:
-        return shape[dim] % (mesh.size(spec[dim]) * mesh.fsdp) == 0
-
-    def put(dim: int) -> None:
-        spec[dim] = (*spec[dim], "fsdp")
-
-    if divides(asked):
-        put(asked)
-        return []
-    others = [dim for dim in range(len(axes)) if dim != asked and axes[dim] != "layers"]
-    free_first = sorted(others, key=lambda dim: (bool(spec[dim]), -shape[dim]))
-    reason = f"fsdp {mesh.fsdp} does not divide {axes[asked]} {shape[asked]}"
-    for dim in filter(divides, free_first):
-        put(dim)
-        return [f"{reason}: cuts {axes[dim]} {shape[dim]} instead, at the same cost"]
-    if not others:
-        return [f"{reason} and there is no other dim: held whole on each device"]
-
-    def padded(dim: int) -> int:
-        return round_up(shape[dim], mesh.size(spec[dim]) * mesh.fsdp)
-
-    dim = min(others, key=lambda dim: padded(dim) / shape[dim])
-    note = f"{reason} nor any other dim: {axes[dim]} stored as {padded(dim)} instead of {shape[dim]}"
-    shape[dim] = padded(dim)
-    put(dim)
-    return [note]
-
-
-def _decide_by_override(param: ParamSpec, override: Override, mesh: MeshSpec, padding: Padding) -> Decision:
-    axes, use_shape = param.axes, padding.use_shape(param.axes)
-    spec = override.spec
-    if len(spec) == len(axes) - 1 and axes[0] == "layers":
-        spec = ((), *spec)
-    if len(spec) != len(axes):
-        dims = ", ".join(f"{axis} {size}" for axis, size in zip(axes, use_shape, strict=True))
-        raise ConfigError(
-            f"override {override.text!r} has {len(override.spec)} entries, but {param.path} has"
-            f" {len(axes)} dims ({dims})"
-            + ("; the first, layers, may be left out" if axes[0] == "layers" else "")
-        )
-    if axes[0] == "layers" and spec[0]:
-        raise ConfigError(
-            f"override {override.text!r} cuts the layers of {param.path}, but layers run one after the other;"
-            f" cut another dim ({', '.join(axes[1:])})"
-        )
-    for axis, size, mesh_axes in zip(axes, use_shape, spec, strict=True):
-        if size % mesh.size(mesh_axes):
-            raise ConfigError(
-                f"override {override.text!r}: {'×'.join(mesh_axes)} = {mesh.size(mesh_axes)} does not divide"
-                f" dim {axis} of {param.path}, which is {size}; put the axis on another dim, or drop it"
-            )
-    notes = _padding_notes(axes, mesh, padding)
-    return Decision(
-        param.path, axes, param.init, padding.true_shape(axes), use_shape, use_shape, spec,
-        f"override {override.text}", tuple(notes),
-    )  # fmt: skip
-
-
-def _padding_notes(axes: Sequence[str], mesh: MeshSpec, padding: Padding) -> list[str]:
-    """One sentence for each dim that is padded or held once because `tp` does not divide it."""
-    notes = []
-    heads, tp = padding.heads, f"tp {mesh.tp}"
-    real = heads.kv_heads * heads.q_per_kv
-    if "heads" in axes and heads.padded_heads != real:
-        how = f"{heads.slots} slots of {heads.group}"
-        if heads.repeat == 1:
-            how = f"{heads.slots} kv groups of {heads.group}"
-        notes.append(
-            f"{tp} does not divide {real} heads in {heads.kv_heads} kv groups: padded to {how}, masked"
-        )
-    if "kv_heads" in axes and heads.repeat > 1:
-        times = f"{heads.repeat}×"
-        notes.append(f"{tp} does not divide {heads.kv_heads} kv heads: held once, repeated {times} at use")
-    elif "kv_heads" in axes and heads.slots != heads.kv_heads:
-        notes.append(f"{tp} does not divide {heads.kv_heads} kv heads: padded to {heads.slots}")
-    for axis in ("mlp", "vocab"):
-        if axis in axes and padding.physical[axis] != padding.true[axis]:
-            notes.append(
-                f"{tp} does not divide {axis} {padding.true[axis]}: padded to {padding.physical[axis]}"
-            )
-    return notes
-
-
-def _matched_nothing(override: Override, paths: Sequence[str]) -> str:
-    if any(override.matches(path) for path in paths):
-        return (
-            f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it"
-            " up or drop it"
-        )
-    near = get_close_matches(override.pattern, paths, n=1, cutoff=0.3)
-    return f"override {override.text!r} matches no parameter" + (f"; nearest path: {near[0]}" if near else "")
+def layout_of(spec: Spec) -> HeadLayout:
+    """The head layout that a cut of [V, D] (without fsdp) amounts to; of two cuts the vocabulary's counts."""
+    vocab, embed = spec
+    return "vocab" if vocab else "hidden" if embed else "replicated"

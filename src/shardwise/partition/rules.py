@@ -1,13 +1,18 @@
-"""Rules (logical axis → mesh axes) and overrides (regex on parameter paths → spec), as the user writes them.
+"""Rules, as the user writes them: which mesh axes cut each dim of parameters and of named activations.
 
-Not here: applying them to tensors (plan.py).
+Three tables (parameters by logical axis, activations by name, what to do where an axis does not divide) and
+overrides (a regular expression on parameter paths → spec). Not here: named sets of rules and rules files
+(presets.py), applying rules to tensors (plan.py).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
+from typing import Literal, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.partition.mesh import _ALIASES, AXES
@@ -15,48 +20,48 @@ from shardwise.partition.mesh import _ALIASES, AXES
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of a tensor, the mesh axes that cut it, major first; () leaves it whole."""
 
+Policy = Literal["pad", "replicate", "error"]
+"""What to do where mesh axes do not divide a dim: pad it, leave it whole, or refuse."""
 
-@dataclass(frozen=True)
-class Rules:
-    """Which mesh axes cut each logical axis, for parameters and activations alike."""
+HeadLayout = Literal["vocab", "hidden", "replicated"]
+"""How the output head [V, D] is cut over `tp`: its ids, its hidden dim, or not at all."""
 
-    table: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("batch", ("dp", "fsdp")),
-        ("length", ()),
-        ("layers", ()),
-        ("vocab", ("tp",)),
-        ("embed", ("fsdp",)),
-        ("vector", ()),
-        ("heads", ("tp",)),
-        ("q_per_kv", ()),
-        ("kv_heads", ("tp",)),
-        ("head_dim", ()),
-        ("mlp", ("tp",)),
-    )
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "tokens": ("batch", "length"),
+    "residual": ("batch", "length", "embed"),
+    "query": ("batch", "length", "heads", "q_per_kv", "head_dim"),
+    "key": ("batch", "length", "heads", "head_dim"),
+    "value": ("batch", "length", "heads", "head_dim"),
+    "attention_out": ("batch", "length", "heads", "q_per_kv", "head_dim"),
+    "mlp_hidden": ("batch", "length", "mlp"),
+    "kv_cache": ("batch", "length", "heads", "head_dim"),
+}
+"""Named activations and the logical axis of each dim. Logits are not here: their cut is the head layout."""
 
-    def __post_init__(self) -> None:
-        names = [logical for logical, _ in self.table]
-        for logical, mesh_axes in self.table:
-            if names.count(logical) > 1:
-                raise ConfigError(f"logical axis {logical!r} has more than one rule; keep one")
-            if any(axis not in AXES for axis in mesh_axes) or len(set(mesh_axes)) < len(mesh_axes):
-                raise ConfigError(
-                    f"rule {logical!r} → {mesh_axes!r}: give a tuple of different mesh axes out of"
-                    f" {', '.join(AXES)}"
-                )
-
-    @cached_property
-    def axes_of(self) -> dict[str, tuple[str, ...]]:
-        """Logical axis → mesh axes."""
-        return dict(self.table)
-
-    def mesh_axes(self, logical: str) -> tuple[str, ...]:
-        """Mesh axes that cut `logical`; an axis without a rule is an error, never quietly whole."""
-        if logical not in self.axes_of:
-            raise ConfigError(
-                f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}"
-            )
-        return self.axes_of[logical]
+_BATCH = ("dp", "fsdp")
+DEFAULT_PARAMS: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "vocab": ("tp",),
+    "embed": ("fsdp",),
+    "vector": (),
+    "heads": ("tp",),
+    "q_per_kv": (),
+    "kv_heads": ("tp",),
+    "head_dim": (),
+    "mlp": ("tp",),
+}
+_PADDED = ("heads", "kv_heads", "mlp", "vocab")
+DEFAULT_POLICY: dict[str, Policy] = {
+    "heads": "pad",
+    "kv_heads": "pad",
+    "mlp": "pad",
+    "vocab": "pad",
+    "embed": "error",
+    "vector": "error",
+    "q_per_kv": "error",
+    "head_dim": "error",
+    "fsdp": "pad",
+}
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,15 @@ class Override:
     """A spec for all parameters whose path a regular expression finds (`re.search`, as in EasyLM)."""
 
     pattern: str
-    spec: Spec
+    spec: Spec | None
+    """None leaves every dim whole, whatever the rank."""
     text: str = ""
     """As the user wrote it, for messages."""
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Read `REGEX=SPEC`, SPEC being like `tp,fsdp`, `None,(fsdp,tp)` or `P('tp', 'fsdp')`; `mp` is `tp`.
+        """Read `REGEX=SPEC`, SPEC being like `tp,fsdp`, `None,(fsdp,tp)`, `P('tp', 'fsdp')` or `whole`; `mp`
+        is `tp`.
 
         Raises:
             ConfigError: no `=`, a broken regex, an unknown axis, or one axis on two dims.
@@ -82,11 +89,129 @@ class Override:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"override {text!r}: {pattern!r} is no regular expression: {error}") from None
-        return cls(pattern, _parse_spec(body, text), text)
+        return cls(pattern, None if body.strip() == "whole" else _parse_spec(body, text), text)
 
     def matches(self, path: str) -> bool:
         """Whether the pattern is found anywhere in `path`."""
         return re.search(self.pattern, path) is not None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How every parameter and named activation is cut, by logical axis and name."""
+
+    name: str = "fsdp+tp"
+    """Of the preset, or of the file, for reports."""
+    params: tuple[tuple[str, tuple[str, ...]], ...] = tuple(DEFAULT_PARAMS.items())
+    """Logical axis of a parameter's dim → mesh axes that cut it."""
+    activations: tuple[tuple[str, Spec], ...] = ()
+    """Name of an activation → mesh axes of each dim; see ACTIVATIONS. Those left out follow `params`."""
+    policy: tuple[tuple[str, Policy], ...] = tuple(DEFAULT_POLICY.items())
+    """Logical axis → what happens where its axes do not divide it. `fsdp` stands for that mesh axis: it cuts
+    another dim of the tensor where it can, at the same cost, and only then follows its policy."""
+    overrides: tuple[Override, ...] = ()
+    """Tried in order before `params`; unlike a user's, one that matches no parameter is no error."""
+
+    def __post_init__(self) -> None:
+        names = [logical for logical, _ in self.params]
+        for logical, mesh_axes in self.params:
+            if names.count(logical) > 1:
+                raise ConfigError(f"logical axis {logical!r} has more than one rule; keep one")
+            _check_axes(f"rule {logical!r} → {mesh_axes!r}", mesh_axes)
+        for name, spec in self.activations:
+            self._check_activation(name, spec)
+        for axis, policy in self.policy:
+            self._check_policy(axis, policy)
+
+    @cached_property
+    def axes_of(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis → mesh axes."""
+        return dict(self.params)
+
+    @cached_property
+    def policy_of(self) -> dict[str, Policy]:
+        """Logical axis → policy."""
+        return dict(self.policy)
+
+    def mesh_axes(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes that cut `logical`; an axis without a rule is an error, never quietly whole."""
+        if logical not in self.axes_of:
+            raise ConfigError(
+                f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}"
+            )
+        return self.axes_of[logical]
+
+    def activation(self, name: str) -> Spec:
+        """Mesh axes that cut each dim of a named activation, before sizes are looked at.
+
+        Where the table does not name it: the batch as `tokens` (by itself over dp and fsdp), heads and mlp as
+        the parameters' are, all else whole.
+        """
+        table = dict(self.activations)
+        if name in table:
+            return table[name]
+        batch = table["tokens"][0] if "tokens" in table else _BATCH
+        fixed = {"batch": batch, "length": (), "embed": ()}
+        return tuple(
+            fixed[axis] if axis in fixed else self.axes_of.get(axis, ()) for axis in ACTIVATIONS[name]
+        )
+
+    def changed(
+        self,
+        params: Mapping[str, tuple[str, ...]] | None = None,
+        activations: Mapping[str, Spec] | None = None,
+        policy: Mapping[str, Policy] | None = None,
+        overrides: Iterable[Override] = (),
+        name: str | None = None,
+    ) -> Rules:
+        """These rules with some entries replaced; new overrides come before those there are."""
+        return replace(
+            self,
+            name=name or self.name,
+            params=tuple((self.axes_of | dict(params or {})).items()),
+            activations=tuple((dict(self.activations) | dict(activations or {})).items()),
+            policy=tuple((self.policy_of | dict(policy or {})).items()),
+            overrides=(*overrides, *self.overrides),
+        )
+
+    def _check_activation(self, name: str, spec: Spec) -> None:
+        if name not in ACTIVATIONS:
+            extra = "; the cut of logits is --head-layout" if name == "logits" else ""
+            raise ConfigError(f"no activation is named {name!r}; there are {', '.join(ACTIVATIONS)}{extra}")
+        dims = ACTIVATIONS[name]
+        if len(spec) != len(dims):
+            raise ConfigError(
+                f"activation {name!r} has {len(dims)} dims ({', '.join(dims)}), but {len(spec)} entries"
+            )
+        flat = tuple(axis for axes in spec for axis in axes)
+        _check_axes(f"activation {name!r} → {spec!r}", flat)
+        batch = self.activation("tokens")[0]
+        if spec[0] != batch:
+            raise ConfigError(
+                f"activation {name!r} cuts the batch over {'+'.join(spec[0]) or 'nothing'}, but 'tokens' over"
+                f" {'+'.join(batch) or 'nothing'}; the batch is split once: give both the same first entry"
+            )
+
+    def _check_policy(self, axis: str, policy: str) -> None:
+        if axis not in DEFAULT_POLICY:
+            raise ConfigError(f"no policy can be set for {axis!r}; there are {', '.join(DEFAULT_POLICY)}")
+        allowed = tuple(
+            p
+            for p in get_args(Policy)
+            if not (p == "pad" and axis not in (*_PADDED, "fsdp")) and (axis, p) != ("kv_heads", "replicate")
+        )
+        if policy not in allowed:
+            raise ConfigError(f"policy {policy!r} for {axis!r}: allowed are {', '.join(allowed)}")
+
+
+def _check_axes(what: str, mesh_axes: tuple[str, ...]) -> None:
+    if any(axis not in AXES for axis in mesh_axes):
+        near = get_close_matches(next(a for a in mesh_axes if a not in AXES), AXES, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{what}: give a tuple of different mesh axes out of {', '.join(AXES)}{hint}")
+    twice = next((axis for axis in mesh_axes if mesh_axes.count(axis) > 1), None)
+    if twice:
+        raise ConfigError(f"{what} uses mesh axis {twice!r} twice; give a tuple of different mesh axes")
 
 
 _ITEM = r"(?:\([\w\s,]*\)|\w+)"  # the axes of one dim
@@ -98,7 +223,7 @@ def _parse_spec(body: str, text: str) -> Spec:
     if not re.fullmatch(rf"\s*{_ITEM}(\s*,\s*{_ITEM})*\s*,?\s*", inner):
         raise ConfigError(
             f"override {text!r}: the spec {body!r} cannot be read; write one entry a dim, like tp,None,fsdp"
-            " or None,(fsdp,tp), with None for a dim that stays whole"
+            " or None,(fsdp,tp), with None for a dim that stays whole, or the word whole for all of them"
         )
     items = re.findall(_ITEM, inner)
     spec: list[tuple[str, ...]] = []

@@ -66,7 +66,10 @@ def sample(place: Placement, logits: jax.Array, params: SamplingParams, position
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
 
-    gumbel = place.activation(jax.vmap(noise)(params.seed, positions), "batch", "vocab")
+    gumbel = place.constrain(
+        jax.vmap(noise)(params.seed, positions),
+        (place.plan.batch_axes(), place.plan.rules.mesh_axes("vocab")),
+    )
     return _over_vocab(place, _sample_shard, logits.astype(jnp.float32), gumbel, rows=params)
 
 

@@ -95,7 +95,7 @@ def loss_and_gradients(
         return *one(scaled), tokens
 
     def add(total: Any, micro: dict[str, jax.Array]) -> tuple[Any, None]:
-        micro = {name: place.activation(x, "batch", "length") for name, x in micro.items()}
+        micro = {name: place.activation("tokens", x) for name, x in micro.items()}
         return jax.tree.map(jnp.add, total, one(micro)), None
 
     micro = {
