@@ -28,8 +28,9 @@ from shardwise.models.parameters import Params, plan_model, unstack
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh, default_mesh
 from shardwise.partition.plan import Plan
+from shardwise.partition.presets import load_rules
 from shardwise.partition.rows import put_rows
-from shardwise.partition.rules import Override, Rules
+from shardwise.partition.rules import HeadLayout, Override, Rules
 from shardwise.steps.build import Step, build_step
 from shardwise.steps.workload import Task, Workload
 
@@ -74,21 +75,28 @@ def plan(
     model: str | Path | ModelConfig,
     mesh: str | MeshSpec,
     *,
-    rules: Rules | None = None,
+    rules: Rules | str | None = None,
     overrides: Iterable[str] = (),
+    head_layout: HeadLayout | None = None,
 ) -> Plan:
     """How a model would be cut on a mesh; needs neither weights nor devices.
 
     Args:
         model: MODEL argument or a ModelConfig.
         mesh: every size given (no -1), since no devices are looked at.
+        rules: the name of a preset, a YAML file of rules, or Rules; default the preset `fsdp+tp`.
         overrides: `REGEX=SPEC` strings, tried in order before the rules.
+        head_layout: of the output head; None leaves it to rules and overrides.
+
+    Raises:
+        ConfigError: rules or overrides that this model and mesh cannot follow.
     """
     config = model if isinstance(model, ModelConfig) else config_from_hf(open_model(model).hf_config)
     spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
     if -1 in spec.sizes.values():
         raise ConfigError(f"mesh {spec} has a -1, but planning looks at no devices; give all three sizes")
-    return plan_model(config, spec, rules, [Override.parse(text) for text in overrides])
+    rules = load_rules(rules) if isinstance(rules, str) else rules
+    return plan_model(config, spec, rules, [Override.parse(text) for text in overrides], head_layout)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ class InfoOptions(MeshOptions):
     """A folder of safetensors, a .gguf file, a config.json or the name of a preset."""
 
     def _check_combination(self, given: frozenset[str]) -> None:
-        if self.mesh is None:
-            refuse_without_effect(given, ("devices", "override"), "without --mesh", "add --mesh SPEC")
+        if self.mesh is None and self.plan is None:
+            names = ("devices", "rules", "override", "head_layout", "save_plan")
+            refuse_without_effect(given, names, "without --mesh", "add --mesh SPEC")
         super()._check_combination(given)
 
     def check_paths(self) -> None:

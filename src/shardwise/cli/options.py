@@ -118,8 +118,31 @@ class MeshOptions(Options):
     devices: str | None = option(None, metavar="KIND")
     """`cpu`, `cpu:8` (eight simulated devices on this machine's processor), `gpu` or `tpu`; without this
     option, what JAX finds."""
+    rules: str = option("fsdp+tp", metavar="RULES")
+    """How tensors are cut: `fsdp+tp`, `fsdp`, `tp`, `easylm` (EasyLM's own for LLaMA), `replicated`, or a YAML
+    file of rules."""
     override: tuple[str, ...] = option((), metavar="REGEX=SPEC")
-    """Cut the parameters whose path matches REGEX as SPEC says; may be repeated."""
+    """Cut the parameters whose path matches REGEX as SPEC says, before the rules; may be repeated."""
+    head_layout: Literal["auto", "vocab", "hidden", "replicated"] = option("auto")
+    """How the output head is cut over tp: across the vocabulary, across the hidden dim, or not; `auto` takes
+    the cheapest for the job."""
+    plan: str | None = option(None, metavar="FILE")
+    """Cut everything as this plan file says; it must be for this model and mesh."""
+    save_plan: str | None = option(None, metavar="FILE")
+    """Write the plan to this new file."""
+
+    def _check_combination(self, given: frozenset[str]) -> None:
+        if self.plan is not None:
+            names = ("rules", "override", "head_layout")
+            refuse_without_effect(given, names, "with --plan, which has its own", "change the plan file")
+        super()._check_combination(given)
+
+    def check_paths(self) -> None:
+        super().check_paths()
+        if self.plan is not None:
+            require_input("--plan", self.plan)
+        if self.save_plan is not None:
+            require_new("--save-plan", self.save_plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class _Decider:
     head_layout: HeadLayout | None
 
     def __post_init__(self) -> None:
+        self.asked_layout = self.head_layout
         self.uncut: dict[str, str] = {}
         """Logical axis → why its policy leaves it whole."""
         for logical in ("heads", "mlp", "vocab"):
@@ -82,7 +83,8 @@ class _Decider:
         activations = tuple(self._activation(name) for name in ACTIVATIONS)
         notes = self._idle_axes(decisions, activations)
         return Plan(
-            self.config, self.mesh, self.asked, self.padding, tuple(decisions), activations, notes
+            self.config, self.mesh, self.asked, self.padding, tuple(decisions), activations,
+            self.overrides, self.asked_layout, notes,
         )  # fmt: skip
 
     def _check_policy(self, logical: str) -> None:

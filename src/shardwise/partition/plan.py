@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding
-from shardwise.partition.rules import HeadLayout, Rules, Spec
+from shardwise.partition.rules import HeadLayout, Override, Rules, Spec
 
 if TYPE_CHECKING:
     import jax
@@ -103,6 +103,10 @@ class Plan:
     padding: Padding
     decisions: tuple[Decision, ...]
     activations: tuple[ActivationDecision, ...]
+    overrides: tuple[Override, ...] = ()
+    """The user's own, which come before those of the rules."""
+    head_asked: HeadLayout | None = None
+    """The head layout that was asked for; None left it to the rules."""
     notes: tuple[str, ...] = ()
     """What concerns the mesh as a whole, such as an axis that cuts nothing."""
 

@@ -1,0 +1,280 @@
+"""What a step moves between devices and computes on each, predicted from the Plan and the workload alone.
+
+Every product with a kernel is followed through operand, reduction and result exactly as ProductSpecs lays
+them out, forward and backward; the compiled program is compared with this (audit.py). Not here: both ends of
+the vocabulary (predict_head.py) and what a chip makes of the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.models.attention import query_block
+from shardwise.partition.constraints import ProductSpecs
+from shardwise.partition.plan import Decision, Plan
+from shardwise.partition.rules import ACTIVATIONS, Spec
+from shardwise.planner.collectives import Collective, Op, Phase
+from shardwise.steps.workload import Workload
+
+_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of matrix products on one device in one step."""
+
+    cause: str
+    """Parameter path, or the activation's name."""
+    phase: Phase
+    amount: int
+
+
+@dataclass
+class Ledger:
+    """A prediction in the making: the step's sizes, and the records so far."""
+
+    plan: Plan
+    workload: Workload
+    collectives: list[Collective] = field(default_factory=list)
+    flops: list[Flops] = field(default_factory=list)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.workload.task == "train"
+
+    @property
+    def rows(self) -> int:
+        """Sequences in one micro-batch on one device."""
+        micro = self.workload.batch // (self.workload.grad_accum_steps if self.trains else 1)
+        return micro // self.plan.batch_multiple()
+
+    @property
+    def compute(self) -> str:
+        """Compute dtype."""
+        return self.workload.compute_dtype
+
+    @property
+    def wide(self) -> str:
+        """Dtype of sums of products: float32 at least."""
+        return "float64" if self.compute == "float64" else "float32"
+
+    def spread(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device, in mesh order."""
+        return tuple(axis for axis, size in self.plan.mesh.sizes.items() if axis in axes and size > 1)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Whole shape of a named activation in one micro-batch."""
+        rows = self.rows * self.plan.batch_multiple()
+        sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length}
+        sizes["embed"] = self.plan.config.embed_dim
+        return tuple(sizes[axis] for axis in ACTIVATIONS[name])
+
+    def local(self, shape: Sequence[int], spec: Spec) -> int:
+        """Elements on one device of an array cut as `spec` says; a dim of one element stays whole."""
+        parts = (
+            size // self.plan.mesh.size(axes) if size > 1 else 1
+            for size, axes in zip(shape, spec, strict=True)
+        )
+        return math.prod(parts)
+
+    def add(
+        self, op: Op, axes: Sequence[str], dtype: str, elements: int, count: int, phase: Phase, cause: str,
+        note: str = "", in_loop: bool = False,
+    ) -> None:  # fmt: skip
+        """Record a collective, unless its groups have one device each."""
+        spread = self.spread(axes)
+        if spread and elements and count:
+            payload = elements * _SIZES.get(dtype, 4)
+            self.collectives.append(Collective(op, spread, dtype, payload, count, in_loop, phase, cause, note))
+
+    def reshard(
+        self, shape: Sequence[int], before: Spec, after: Spec, dtype: str, count: int, phase: Phase,
+        cause: str, note: str = "", in_loop: bool = False,
+    ) -> None:  # fmt: skip
+        """Record what it takes to lay an array out anew: parts are dropped freely, moved, then gathered."""
+        before = tuple(axes if size > 1 else () for axes, size in zip(before, shape, strict=True))
+        after = tuple(axes if size > 1 else () for axes, size in zip(after, shape, strict=True))
+        kept_somewhere = {axis for axes in after for axis in axes}
+        moving = [a for b, c in zip(before, after, strict=True) for a in b if a not in c]
+        fresh = {a for b, c in zip(before, after, strict=True) for a in c if a not in b}
+        cut = [
+            (*b, *(a for a in c if a in fresh and a not in moving))
+            for b, c in zip(before, after, strict=True)
+        ]
+        for axis in moving:
+            if axis in kept_somewhere:
+                self.add(
+                    "all-to-all", (axis,), dtype, self.local(shape, tuple(cut)), count, phase, cause, note, in_loop
+                )  # fmt: skip
+        gathered = tuple(axis for axis in moving if axis not in kept_somewhere)
+        if gathered:
+            self.add(
+                "all-gather", gathered, dtype, self.local(shape, after), count, phase, cause, note, in_loop
+            )  # fmt: skip
+
+
+def predict(plan: Plan, workload: Workload) -> Ledger:
+    """Collectives and products of one step on one device.
+
+    Raises:
+        ConfigError: sizes that do not fit the plan's mesh.
+    """
+    from shardwise.planner.predict_head import predict_ends
+
+    workload.check(plan)
+    ledger = Ledger(plan, workload)
+    for decision in plan.decisions:
+        if decision.use.kind == "kernel":
+            _kernel(ledger, decision)
+        elif decision.use.kind in ("scale", "bias") and not decision.path.startswith("lm_head"):
+            _vector(ledger, decision)
+    _attention(ledger)
+    predict_ends(ledger)
+    if ledger.trains:
+        _update(ledger)
+    return ledger
+
+
+def layer_runs(ledger: Ledger, decision: Decision) -> tuple[int, bool]:
+    """How often what a parameter causes happens in a pass, and whether that is in a loop."""
+    micro = ledger.workload.grad_accum_steps if ledger.trains else 1
+    if not decision.stacked:
+        return micro, micro > 1
+    looped = ledger.workload.task in ("train", "score", "logits")
+    return micro * ledger.plan.config.num_layers, looped or micro > 1
+
+
+def _kernel(ledger: Ledger, d: Decision) -> None:
+    """A product with a kernel: x [B, T, inputs…] · kernel [outputs…, inputs…]."""
+    plan, workload, use = ledger.plan, ledger.workload, d.use
+    count, in_loop = layer_runs(ledger, d)
+    heads = plan.padding.heads
+    repeated = "kv_heads" in d.axes and heads.repeat > 1
+    specs = ProductSpecs.of(plan, d.path, repeated)
+    stored, spec = d.shape[d.stacked :], d.spec[d.stacked :]
+    held = d.use_shape[d.stacked :]
+    used = (heads.slots, *held[1:]) if repeated else held
+    split = len(used) - use.num_inputs
+    takes, gives = plan.activation(use.takes), plan.activation(use.gives)
+    x_shape = ledger.shape(use.takes)
+    y_shape = (*ledger.shape(use.gives)[:2], *used[:split])
+    outputs = tuple(a for axes in specs.kernel[:split] for a in axes)
+    inputs = tuple(a for axes in specs.kernel[split:] for a in axes)
+    y_summed = (*specs.operand[:2], *specs.kernel[:split])
+    rows = ledger.local(x_shape[:2], specs.operand[:2])
+    amount = 2 * rows * ledger.local(used, specs.kernel) * count
+    c, wide, path = ledger.compute, ledger.wide, d.path
+
+    def gather(phase: Phase) -> None:
+        ledger.add(
+            "all-gather", [a for axes in spec for a in axes if a == "fsdp"], c,
+            ledger.local(stored, d.without_fsdp()[d.stacked :]), count, phase, path,
+            "weights gathered just before use", in_loop,
+        )  # fmt: skip
+
+    def forward(phase: Phase, note: str = "") -> None:
+        gather(phase)
+        ledger.reshard(x_shape, takes, specs.operand, c, count, phase, path,
+                       f"{use.takes} laid out for the kernel{note}", in_loop)  # fmt: skip
+        if inputs:
+            reduced = specs.product != y_summed and ledger.local(y_shape, specs.product) < ledger.local(
+                y_shape, y_summed
+            )
+            ledger.add(
+                "reduce-scatter" if reduced else "all-reduce", inputs, wide, ledger.local(y_shape, y_summed),
+                count, phase, path, f"partial sums of {use.gives} added{note}", in_loop,
+            )  # fmt: skip
+        ledger.reshard(y_shape, specs.product, gives, c, count, phase, path,
+                       f"{use.gives} laid out as its rule says{note}", in_loop)  # fmt: skip
+        ledger.flops.append(Flops(path, phase, amount))
+
+    forward("forward")
+    if not ledger.trains:
+        return
+    if workload.remat == "full" and use.gives != "residual":
+        forward("backward", " (computed again: remat full)")
+    gather("backward")
+    ledger.reshard(y_shape, gives, specs.product, c, count, "backward", path,
+                   f"gradient of {use.gives} laid out for the kernel", in_loop)  # fmt: skip
+    if outputs:
+        ledger.add("all-reduce", outputs, wide, ledger.local(x_shape, specs.operand), count, "backward", path,
+                   f"gradient of {use.takes}: partial sums added", in_loop)  # fmt: skip
+    ledger.reshard(x_shape, specs.operand, takes, c, count, "backward", path,
+                   f"gradient of {use.takes} laid out as its rule says", in_loop)  # fmt: skip
+    ledger.flops.append(Flops(path, "backward", 2 * amount))
+    _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
+
+
+def _weight_gradient(
+    ledger: Ledger, d: Decision, elements: int, repeated: bool, specs: ProductSpecs, count: int, in_loop: bool
+) -> None:
+    """The kernel's gradient, summed over the devices that saw other rows: scattered over fsdp, then reduced."""
+    rows = {axis for axes in specs.operand[:2] for axis in axes}
+    wide, path = ledger.wide, d.path
+    cut = {axis for axes in d.spec for axis in axes}
+    if "fsdp" in rows and "fsdp" in cut and ledger.spread(("fsdp",)):
+        ledger.add("reduce-scatter", ("fsdp",), wide, elements, count, "backward", path,
+                   "gradient summed and scattered", in_loop)  # fmt: skip
+        elements //= ledger.plan.mesh.fsdp
+        rows.discard("fsdp")
+    ledger.add("all-reduce", sorted(rows), wide, elements, count, "backward", path,
+               "gradient summed over the batch", in_loop)  # fmt: skip
+    if repeated:
+        slots = specs.kernel[0]
+        whole = math.prod(d.use_shape[d.stacked :])
+        ledger.add("all-reduce", slots, ledger.compute, whole, count, "backward", path,
+                   "gradients of a kv head's copies added", in_loop)  # fmt: skip
+
+
+def _vector(ledger: Ledger, d: Decision) -> None:
+    """A norm's scale or a bias: nothing forward, its gradient summed over the batch."""
+    if not ledger.trains:
+        return
+    count, in_loop = layer_runs(ledger, d)
+    gives = ledger.plan.activation(d.use.gives or "residual")
+    axes = [axis for axes in gives[:2] for axis in axes]
+    elements = ledger.local(d.use_shape[d.stacked :], d.without_fsdp()[d.stacked :])
+    ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
+               "gradient summed over the batch", in_loop)  # fmt: skip
+
+
+def _attention(ledger: Ledger) -> None:
+    """The two products of attention; nothing moves as long as heads alone are cut."""
+    plan, workload = ledger.plan, ledger.workload
+    length = workload.length
+    reach = workload.capacity if workload.task in ("prefill", "decode") else length
+    block = query_block(length)
+    starts = range(0, length, block)
+    pairs = sum(
+        min(block, length - s) * (min(s + block, length) if reach == length else reach) for s in starts
+    )
+    cut = plan.mesh.size([a for axes in plan.activation("query")[2:] for a in axes])
+    heads = plan.padding.heads.padded_heads // cut
+    runs = plan.config.num_layers * (workload.grad_accum_steps if ledger.trains else 1)
+    amount = 4 * ledger.rows * heads * plan.config.head_dim * pairs * runs
+    ledger.flops.append(Flops("attention", "forward", amount))
+    if ledger.trains:
+        again = amount // 2 if len(starts) > 1 else 0
+        again += amount if workload.remat == "full" else 0
+        ledger.flops.append(Flops("attention", "backward", 2 * amount + again))
+
+
+def _update(ledger: Ledger) -> None:
+    """Sums of single numbers: trained tokens, and the gradients' global norm (for the log and for clipping)."""
+    plan, optimizer = ledger.plan, ledger.workload.optimizer
+    ledger.add("all-reduce", plan.batch_axes(), "float32", 1, 1, "update", "tokens", "trained tokens counted")
+    times = 2 if optimizer is not None and optimizer.max_grad_norm else 1
+    for d in plan.decisions:
+        for axis in {axis for axes in d.spec for axis in axes}:
+            ledger.add("all-reduce", (axis,), ledger.workload.param_dtype, 1, times, "update", d.path,
+                       "its part of the global norm")  # fmt: skip
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return _SIZES.get(dtype) or np.dtype(dtype).itemsize
