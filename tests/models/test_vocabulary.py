@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwise.models import vocabulary
 from shardwise.models.config import ModelConfig
+from shardwise.models.head import Head, head_logits
 from shardwise.models.parameters import plan_model
-from shardwise.models.vocabulary import VocabTable, mask_padding
+from shardwise.models.vocabulary import VocabMatrix, look_up
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh
 from shardwise.partition.rows import put_rows
@@ -48,8 +48,8 @@ def test_look_up_takes_the_very_rows_and_logits_are_of_the_whole_head(
 
     @jax.jit
     def both(stored: jax.Array, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        looked_up = vocabulary.look_up(place, VocabTable.of(place, PATH, stored), tokens)
-        return looked_up, vocabulary.logits(place, hidden, place.weight(PATH, stored))
+        looked_up = look_up(place, VocabMatrix.of(place, PATH, stored), tokens)
+        return looked_up, head_logits(place, Head.of(place, PATH, stored), hidden)
 
     stored = place.plan.padding.pad(table, d.axes, d.shape)
     given = put_rows(place.plan, place.mesh, {"tokens": tokens, "hidden": hidden})
@@ -61,11 +61,3 @@ def test_look_up_takes_the_very_rows_and_logits_are_of_the_whole_head(
     # float32 sums of 12 products
     np.testing.assert_allclose(logits[..., :VOCAB], hidden @ table.T, atol=12 * 2**-24 * 20)
     assert np.isneginf(np.asarray(logits)[..., VOCAB:]).all()
-
-
-def test_masking_takes_the_ids_of_the_first_column_into_account() -> None:
-    values = jnp.zeros((2, 4))
-    assert mask_padding(values, 4) is values
-    np.testing.assert_array_equal(mask_padding(values, 3), [[0, 0, 0, -np.inf]] * 2)
-    np.testing.assert_array_equal(mask_padding(values, 10, 7), [[0, 0, 0, -np.inf]] * 2)
-    np.testing.assert_array_equal(mask_padding(values, 10, jnp.int32(10)), [[-np.inf] * 4] * 2)

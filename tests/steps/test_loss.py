@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.models.config import ModelConfig
+from shardwise.models.head import Head
 from shardwise.models.parameters import plan_model
-from shardwise.models.vocabulary import VocabTable
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh
 from shardwise.partition.rows import put_rows
 from shardwise.steps import loss
-from shardwise.steps.loss import chunk_length, cross_entropy, token_nll
+from shardwise.steps.loss import chunk_length, cross_entropy
+from shardwise.steps.score import token_scores
 
 VOCAB, EMBED, LENGTH, Z_LOSS = 101, 12, 7, 0.02
 HEAD = "lm_head/kernel"
@@ -88,7 +89,7 @@ def put(place: Placement, given: dict[str, np.ndarray]) -> tuple[jax.Array, jax.
 
 def loss_and_gradients(place: Placement, z_loss: float = Z_LOSS) -> Callable[..., Any]:
     def total(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        return cross_entropy(place, hidden, VocabTable.of(place, HEAD, head), targets, weights, z_loss)
+        return cross_entropy(place, hidden, Head.of(place, HEAD, head), targets, weights, z_loss)
 
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
 
@@ -136,7 +137,7 @@ def test_loss_and_gradients_equal_float64_with_z_loss_weights_padding_and_a_padd
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4), (2, 2, 2)])
-def test_token_nll_equals_float64_and_says_which_targets_are_the_likeliest(
+def test_token_scores_equal_float64_and_says_which_targets_are_the_likeliest(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]
 ) -> None:
     place = placement(*sizes)
@@ -148,9 +149,11 @@ def test_token_nll_equals_float64_and_says_which_targets_are_the_likeliest(
 
     @jax.jit
     def score(hidden: jax.Array, head: jax.Array, targets: jax.Array, _: jax.Array) -> Any:
-        return token_nll(place, hidden, VocabTable.of(place, HEAD, head), targets)
+        return token_scores(place, hidden, Head.of(place, HEAD, head), targets)
 
-    nll, right = score(*put(place, given))
+    scores = score(*put(place, given))
+    assert scores.keys() == {"nll", "right"}
+    nll, right = scores["nll"], scores["right"]
     assert nll.shape == (rows, LENGTH)
     np.testing.assert_allclose(nll, want["nll"], rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_array_equal(right, want["right"])

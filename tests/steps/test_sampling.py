@@ -39,7 +39,7 @@ def placement(vocab: int, *sizes: int) -> Placement:
 @lru_cache(maxsize=16)
 def compiled(place: Placement, kind: str) -> Callable[..., jax.Array]:
     function = {"greedy": sampling.greedy, "sample": sampling.sample}[kind]
-    return jax.jit(lambda *args: function(place, *args))
+    return jax.jit(lambda *args: function(place, args[0], place.plan.rules.mesh_axes("vocab"), *args[1:]))
 
 
 def put(place: Placement, logits: np.ndarray) -> jax.Array:
@@ -61,13 +61,14 @@ def sample(
     temperature: Any = 1.0,
     top_k: Any = 0,
     top_p: Any = 1.0,
+    min_p: Any = 0.0,
     seed: Any = 0,
     position: Any = 0,
 ) -> np.ndarray:
     """Draw for each row of `logits`; the other arguments are one for all rows or one a row."""
     rows = logits.shape[:1]
-    kinds = (np.float32, np.int32, np.float32, np.uint32, np.int32)
-    values = (temperature, top_k, top_p, seed, position)
+    kinds = (np.float32, np.int32, np.float32, np.float32, np.uint32, np.int32)
+    values = (temperature, top_k, top_p, min_p, seed, position)
     *params, positions = (np.broadcast_to(np.asarray(v, k), rows) for v, k in zip(values, kinds, strict=True))
     return np.asarray(compiled(place, "sample")(put(place, logits), SamplingParams(*params), positions))
 
@@ -107,6 +108,34 @@ def test_c514_kept_sets_of_top_p_and_top_k(sizes: tuple[int, int, int], dtype: s
     assert kept(four, top_k=2, top_p=0.6) == {0}
     # At temperature 2 the first two have 0.41 + 0.29, so that 0.75 takes in a third.
     assert kept(four, top_p=0.75, temperature=2.0) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
+def test_kept_sets_of_min_p(sizes: tuple[int, int, int]) -> None:
+    place = placement(4, *sizes)
+
+    def kept(**settings: Any) -> set[int]:
+        logits = np.log(np.array([0.08, 0.5, 0.3, 0.12], np.float32))
+        return set(draws(place, logits, **settings).tolist())
+
+    assert kept(min_p=0.0) == kept(min_p=0.15) == {0, 1, 2, 3}  # the least is 0.16 of the likeliest
+    assert kept(min_p=0.2) == {1, 2, 3}
+    assert kept(min_p=0.5) == {1, 2}
+    assert kept(min_p=0.7) == kept(min_p=1.0) == {1}
+    # It looks at probabilities after temperature: at 2 the shares are their roots, 0.4, 1, 0.77, 0.49.
+    assert kept(min_p=0.35, temperature=2.0) == {0, 1, 2, 3}
+    assert kept(min_p=0.7, temperature=2.0) == {1, 2}
+    # What top_k and top_p leave out stays out, and changes no share.
+    assert kept(min_p=0.2, top_k=2) == kept(min_p=0.2, top_p=0.7) == {1, 2}
+    assert kept(min_p=0.7, top_k=3, top_p=0.99) == {1}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4)])
+def test_min_p_1_keeps_all_that_tie_for_the_likeliest(sizes: tuple[int, int, int]) -> None:
+    logits = np.full((103,), 0.1, np.float32)
+    logits[[7, 90]] = 0.1000001
+    drawn = draws(placement(103, *sizes), logits, min_p=1.0, temperature=0.7)
+    assert set(drawn.tolist()) == {7, 90}
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4), (2, 2, 2)])
@@ -176,6 +205,7 @@ def mixed_settings(rows: int) -> dict[str, np.ndarray]:
         "temperature": rng.choice([0.0, 0.7, 1.0, 3.0], rows),
         "top_k": rng.choice([0, 1, 10, 200], rows),
         "top_p": rng.choice([0.3, 0.9, 1.0], rows),
+        "min_p": rng.choice([0.0, 0.05, 0.5], rows),
         "seed": rng.integers(0, 2**32, rows),
         "position": rng.integers(0, 1000, rows),
     }
@@ -246,25 +276,29 @@ def shows_kept() -> Callable[..., jax.Array]:
                 "gumbel",
                 lambda position, shape, dtype: 1e6 * (jnp.arange(*shape) == position).astype(dtype),
             )
-            return sampling.sample(place, logits, params, jnp.arange(IDS))
+            return sampling.sample(place, logits, ("tp",), params, jnp.arange(IDS))
 
     return jax.jit(function)
 
 
 def reference_kept(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[set[int], float]:
-    """The kept ids by sorting, in float64; and how near top_p comes to a sum, where rounding decides."""
+    """The kept ids by sorting, in float64; and how near top_p comes to a sum, or min_p to a share, where
+    rounding decides."""
     order = np.lexsort((np.arange(IDS), -logits))
     if top_k > 0:
         order = order[:top_k]
     powers = np.exp((logits[order].astype(np.float64) - logits.max()) / temperature)
     sums = np.cumsum(powers) / powers.sum()
+    margin = 1.0
     if top_p < 1:
-        margin = np.abs(sums - top_p).min()
+        margin = np.abs(sums - top_p).min() if top_p > 0 else 1.0
         order = order[: 1 + int((sums < top_p).sum())]
-        return set(order.tolist()), margin
-    return set(order.tolist()), 1.0
+    powers = powers[: len(order)]
+    if 0 < min_p < 1:  # the greatest is exactly 1, so that min_p 1 is exact
+        margin = min(margin, np.abs(powers - min_p).min())
+    return set(order[powers >= min_p].tolist()), margin
 
 
 @given(
@@ -272,18 +306,20 @@ def reference_kept(
     st.sampled_from([0.1, 0.5, 1.0, 4.0]),
     st.integers(-1, IDS + 2),
     st.one_of(st.just(1.0), st.floats(0.0, 1.0)),
+    st.one_of(st.just(0.0), st.just(1.0), st.floats(0.0, 1.0)),
 )
-@example([0] * 13 + [-7, 12, -6], 0.1, 15, 1.0)
-def test_top_k_then_top_p_keep_what_sorting_keeps(
-    halves: list[int], temperature: float, top_k: int, top_p: float
+@example([0] * 13 + [-7, 12, -6], 0.1, 15, 1.0, 0.0)
+def test_top_k_then_top_p_then_min_p_keep_what_sorting_keeps(
+    halves: list[int], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = np.array(halves, np.float32) / 2  # many ties
-    want, margin = reference_kept(logits, temperature, top_k, top_p)
+    want, margin = reference_kept(logits, temperature, top_k, top_p, min_p)
     # float32 probabilities of 16 ids are summed to about 1e-6; nearer than that either answer is right.
-    assume(margin > 1e-5 or top_p == 0)
+    assume(margin > 1e-5)
     rows = np.broadcast_to(logits, (IDS, IDS))
-    kinds = ((temperature, np.float32), (top_k, np.int32), (top_p, np.float32), (0, np.uint32))
-    params = SamplingParams(*(np.full((IDS,), value, kind) for value, kind in kinds))
+    values = (temperature, top_k, top_p, min_p, 0)
+    kinds = (np.float32, np.int32, np.float32, np.float32, np.uint32)
+    params = SamplingParams(*(np.full((IDS,), v, kind) for v, kind in zip(values, kinds, strict=True)))
     drawn = np.asarray(shows_kept()(put(placement(IDS, 1, 1, 4), rows), params))
     # A power below float32's least normal number, 2⁻¹²⁶, counts as 0: which of those are kept cannot matter.
     possible = {i for i in range(IDS) if (logits[i] - logits.max()) / temperature > -126 * np.log(2)}

@@ -30,7 +30,9 @@ class GenerateOptions(CommonOptions):
     top_k: int = option(0, metavar="N")
     """Draw only among the N likeliest tokens; 0: among all."""
     top_p: float = option(1.0, metavar="X")
-    """Draw only among the likeliest tokens that together have this probability."""
+    """Draw only among the likeliest tokens that together have this probability, of those that top_k left."""
+    min_p: float = option(0.0, metavar="X")
+    """Draw only among tokens at least X times as likely as the likeliest, of those left by top_p; 0: all."""
     seed: int = option(0, metavar="N")
     """Seed of the drawing."""
     stop_token: tuple[str, ...] = option((), metavar="TOKEN")
@@ -44,11 +46,12 @@ class GenerateOptions(CommonOptions):
         self._require_range("temperature", 0)
         self._require_range("top_k", 0)
         self._require_range("top_p", 0, 1, open_low=True)
+        self._require_range("min_p", 0, 1)
         self._require_range("seed", 0, 2**32 - 1)
 
     def _check_combination(self, given: frozenset[str]) -> None:
         if self.temperature == 0:
-            names = ("top_k", "top_p", "seed")
+            names = ("top_k", "top_p", "min_p", "seed")
             why = "with --temperature 0, which always takes the likeliest token"
             refuse_without_effect(given, names, why, "add --temperature 1 (or another above 0)")
         super()._check_combination(given)

@@ -78,6 +78,8 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
             f"a llama config.json cannot say activation {config.activation!r}, qkv_bias {config.qkv_bias} and"
             f" attention_out_bias {config.attention_out_bias}: it has silu, and both biases or neither"
         )
+    if config.head_bias:
+        raise ConfigError("a llama config.json cannot say head_bias True: its output head has no bias")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

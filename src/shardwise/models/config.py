@@ -69,6 +69,8 @@ class ModelConfig:
     """Bias on the attention output projection."""
     mlp_bias: bool = False
     """Biases on the gate, up and down projections."""
+    head_bias: bool = False
+    """Bias on the output head, as GPT-J and RoBERTa have; also where the head's matrix is tied."""
     activation: Literal["silu", "gelu_tanh", "relu"] = "silu"
     """Non-linearity on the gate."""
     initializer_range: float = 0.02

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise.models import vocabulary
 from shardwise.models.attention import Kernel, Visibility, attention
 from shardwise.models.cache import KVCache, write_rows
 from shardwise.models.config import ModelConfig
 from shardwise.models.dense import dense
+from shardwise.models.head import Head, head_logits
 from shardwise.models.positions import rotate, rotation
-from shardwise.models.vocabulary import VocabTable
+from shardwise.models.vocabulary import VocabMatrix, look_up
 from shardwise.partition.constraints import Placement, ProductSpecs
 from shardwise.partition.padding import Padding
 from shardwise.partition.plan import Use
@@ -222,11 +222,12 @@ class Transformer(nnx.Module):
             # every block asks the Plan under the stacked path: one decision holds for all layers
             self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(declare.below("final_norm"), config.norm_eps)
-        self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nnx.Dict(kernel=declare.param("vocab", "embed", use=Use("head", "residual")))
-        )
+        head = {}
+        if not config.tie_embeddings:
+            head["kernel"] = declare.param("vocab", "embed", use=Use("head", "residual"))
+        if config.head_bias:
+            head["bias"] = declare.param("vocab", init="zeros", use=Use("bias"))
+        self.lm_head = nnx.Dict(head) if head else None
 
     def hidden(
         self,
@@ -293,25 +294,24 @@ class Transformer(nnx.Module):
         grown = replace(cache, keys=tuple(keys), values=tuple(values), lengths=cache.lengths + counts)
         return self.final_norm(place, x), grown
 
-    def head(self, place: Placement) -> VocabTable:
+    def head(self, place: Placement) -> Head:
         """The output head: the embedding table where it is tied."""
-        return VocabTable.of(place, *self._head_param())
+        own = self.lm_head or {}
+        path = "lm_head/kernel" if "kernel" in own else "embed/table"
+        weight = own["kernel"] if "kernel" in own else self.embed["table"]
+        if "bias" in own:
+            return Head.of(place, path, weight[...], "lm_head/bias", own["bias"][...])
+        return Head.of(place, path, weight[...])
 
     def logits(self, place: Placement, hidden: jax.Array) -> jax.Array:
-        """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the vocabulary."""
-        return vocabulary.logits(place, hidden, place.weight(*self._head_param()))
-
-    def _head_param(self) -> tuple[str, jax.Array]:
-        """Path and stored value of the output head."""
-        if self.lm_head is None:
-            return "embed/table", self.embed["table"][...]
-        return "lm_head/kernel", self.lm_head["kernel"][...]
+        """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the head's `vocab_axes`."""
+        return head_logits(place, self.head(place), hidden)
 
     def _enter(
         self, place: Placement, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        table = VocabTable.of(place, "embed/table", self.embed["table"][...])
-        x = place.activation("residual", vocabulary.look_up(place, table, tokens))
+        table = VocabMatrix.of(place, "embed/table", self.embed["table"][...])
+        x = place.activation("residual", look_up(place, table, tokens))
         return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
 
 

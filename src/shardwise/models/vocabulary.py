@@ -1,67 +1,90 @@
-"""Both ends of the vocabulary: embedding look-up and output head, with the vocabulary cut over `tp`.
+"""A [V, D] matrix as it lies on the mesh, and the embedding look-up, which works on its parts.
 
-Each runs on its own rows of the table (shard_map), so that neither gathers it. Not here: the loss
-(steps/loss.py) and sampling (steps/sampling.py), which work on logits left cut.
+Not here: the output head (head.py), and how such a matrix is cut, which its decision in the Plan says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from shardwise.models.dense import dense
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
 from shardwise.partition.rules import Spec
 
 
 @dataclass(frozen=True)
-class VocabTable:
-    """An embedding table or head [V, D] in the compute dtype, as the vocabulary's shard_maps take it."""
+class VocabMatrix:
+    """An embedding table or head [V, D] in the compute dtype, cut over V, over D or not at all.
+
+    Both dims may be padded at the end, with zeros.
+    """
 
     value: jax.Array
-    spec: Spec
-    """Cut of its dims; `fsdp` on D where that is how it is stored: it is then gathered inside the shard_map,
-    whose gradient is a true reduce-scatter."""
+    vocab_axes: tuple[str, ...]
+    """Mesh axes of more than one device that cut V at use."""
+    contract_axes: tuple[str, ...]
+    """The same for D; never both."""
+    gathered_dim: int | None = None
+    """Dim that is also cut by `fsdp`, as it is stored: it is then gathered inside the shard_map, whose
+    gradient is a true reduce-scatter."""
 
     @classmethod
-    def of(cls, place: Placement, path: str, value: jax.Array) -> VocabTable:
-        """The parameter at `path`, which rules or an override may have cut in any way."""
-        vocab, decision = place.plan.rules.mesh_axes("vocab"), place.plan[path]
-        if decision.spec == (vocab, ("fsdp",)) and decision.shape == decision.use_shape:
-            return cls(place.stored(path, value), place.spread_spec(decision.spec))
-        whole = (place.spread("vocab"), ())
-        return cls(place.constrain(place.weight(path, value), whole), whole)
+    def of(cls, place: Placement, path: str, value: jax.Array) -> VocabMatrix:
+        """The parameter at `path`, which rules or an override may have cut in any way.
+
+        Axes that split the batch cannot cut the matrix at use too and are gathered; so is D where V is cut as
+        well.
+        """
+        decision, batch = place.plan[path], place.plan.batch_axes()
+        stored = place.spread_spec(decision.spec)
+        vocab, contract = (tuple(axis for axis in axes if axis not in (*batch, "fsdp")) for axes in stored)
+        contract = () if vocab else contract
+        for dim in (0, 1):
+            matrix = cls(value, vocab, contract, dim)
+            if matrix.spec == stored and "fsdp" in batch and decision.shape == decision.use_shape:
+                return cls(place.stored(path, value), vocab, contract, dim)
+        return cls(place.constrain(place.weight(path, value), (vocab, contract)), vocab, contract)
+
+    @property
+    def spec(self) -> Spec:
+        """Mesh axes that cut `value`'s dims."""
+        cut = (self.vocab_axes, self.contract_axes)
+        return tuple((*axes, "fsdp") if dim == self.gathered_dim else axes for dim, axes in enumerate(cut))
 
     def gather(self, local: jax.Array) -> jax.Array:
-        """Inside a shard_map: this device's rows, whole in D."""
-        return jax.lax.all_gather(local, "fsdp", axis=1, tiled=True) if self.spec[1] else local
+        """Inside a shard_map: this device's part, whole over `fsdp`."""
+        if self.gathered_dim is None:
+            return local
+        return jax.lax.all_gather(local, "fsdp", axis=self.gathered_dim, tiled=True)
+
+    def scatter(self, gradient: jax.Array, batch: tuple[str, ...]) -> jax.Array:
+        """Inside a shard_map: a gradient of what `gather` gave, summed over the axes `batch`, as stored."""
+        if self.gathered_dim is not None:
+            dim = self.gathered_dim
+            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
+            batch = tuple(axis for axis in batch if axis != "fsdp")
+        return jax.lax.psum(gradient, batch)
 
 
-def look_up(place: Placement, table: VocabTable, tokens: jax.Array) -> jax.Array:
+def look_up(place: Placement, table: VocabMatrix, tokens: jax.Array) -> jax.Array:
     """Rows of the embedding table.
 
     Args:
-        table: V (padded) cut over the axes of `vocab`.
+        table: [V, D], possibly padded.
         tokens: int32 [B, T]; every id must be below the true vocabulary size.
 
     Returns:
-        [B, T, D], whole in D. Every device looks up the ids that it holds; the sum over `tp` has one non-zero
-        term, so it is exact.
+        [B, T, D], whole in D and without its padding. With V cut, every device looks up the ids that it
+        holds; the sum over `tp` has one non-zero term, so it is exact. With D cut, every device takes its
+        part of each row.
     """
     if place.mesh.size == 1:
         return table.value.at[tokens].get(mode="clip")
-    batch, vocab = place.spread("batch"), place.spread("vocab")
+    batch, vocab = place.spread("batch"), table.vocab_axes
 
-    @partial(
-        jax.shard_map,
-        mesh=place.mesh,
-        in_specs=(partition_spec(table.spec), partition_spec((batch, ()))),
-        out_specs=partition_spec((batch, (), ())),
-    )
     def local(rows: jax.Array, ids: jax.Array) -> jax.Array:
         rows = table.gather(rows)
         if not vocab:
@@ -71,33 +94,11 @@ def look_up(place: Placement, table: VocabTable, tokens: jax.Array) -> jax.Array
         picked = rows.at[jnp.where(found, mine, 0)].get(mode="clip")
         return jax.lax.psum(jnp.where(found[..., None], picked, 0), vocab)
 
-    return local(table.value, tokens)
-
-
-def logits(place: Placement, hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Logits of every vocabulary id, left cut over the axes of `vocab`.
-
-    Args:
-        hidden: [B, T, D].
-        head: [V, D] ready for use (the embedding table where it is tied).
-
-    Returns:
-        float32 (or wider) [B, T, V padded]; ids past the true vocabulary are −inf.
-    """
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    out = dense(hidden, head, 1, place.on_cpu, wide)
-    out = place.constrain(out, (place.plan.batch_axes(), (), place.plan.rules.mesh_axes("vocab")))
-    return mask_padding(out, place.plan.config.vocab_size)
-
-
-def mask_padding(values: jax.Array, vocab_size: int, first: jax.Array | int = 0) -> jax.Array:
-    """−inf for ids at or past `vocab_size`.
-
-    Args:
-        values: [..., V local].
-        first: id of the first column.
-    """
-    if isinstance(first, int) and first + values.shape[-1] <= vocab_size:
-        return values
-    ids = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    return jnp.where(ids < vocab_size, values, -jnp.inf)
+    found = jax.shard_map(
+        local,
+        mesh=place.mesh,
+        in_specs=(partition_spec(table.spec), partition_spec((batch, ()))),
+        out_specs=partition_spec((batch, (), table.contract_axes)),
+    )(table.value, tokens)
+    # Gathered by a constraint, not inside: the gradient of that only takes a slice, and moves nothing.
+    return place.constrain(found, (batch, (), ()))[..., : place.plan.config.embed_dim]

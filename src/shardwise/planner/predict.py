@@ -20,7 +20,7 @@ from shardwise.partition.rules import ACTIVATIONS, Spec
 from shardwise.planner.collectives import Collective, Op, Phase
 from shardwise.steps.workload import Workload
 
-_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_SIZES = {"bool": 1, "bfloat16": 2, "int32": 4, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ class Ledger:
         """Record a collective, unless its groups have one device each."""
         spread = self.spread(axes)
         if spread and elements and count:
-            payload = elements * _SIZES.get(dtype, 4)
-            self.collectives.append(Collective(op, spread, dtype, payload, count, in_loop, phase, cause, note))
+            payload = elements * itemsize(dtype)
+            self.collectives.append(
+                Collective(op, spread, dtype, payload, count, in_loop, phase, cause, note)
+            )
 
     def reshard(
         self, shape: Sequence[int], before: Spec, after: Spec, dtype: str, count: int, phase: Phase,

@@ -33,7 +33,7 @@ def run(options: GenerateOptions) -> int:
         )
     prompts = [encode_prompt(model.tokenizer, text, options.chat) for text in options.prompt]
     stops = stop_ids(model, options.stop_token)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
     rows: list[list[int]] = [[] for _ in prompts]
     start, first, shown = time.perf_counter(), 0.0, ""
     for ids in stream(model, prompts, options.max_new_tokens, sampling, stops):

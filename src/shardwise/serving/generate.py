@@ -38,6 +38,9 @@ class Sampling:
     """Draw among the likeliest that together have this probability."""
     seed: int = 0
     """Row i draws with seed + i (modulo 2³²); its draws depend on nothing else but the position."""
+    min_p: float = 0.0
+    """Draw among those at least this times as likely as the likeliest. Where several limits are set, top_k
+    comes first, then top_p counts what top_k left, then min_p."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= _MOST_TEMPERATURE:  # refuses NaN too
@@ -46,6 +49,8 @@ class Sampling:
             )
         if not 0 <= self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must lie between 0 and 1")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; it must lie between 0 and 1")
         if self.top_k < -1:
             raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or 0 (or -1) for all")
 
@@ -58,6 +63,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
     stop_ids: Iterable[int] = (),
 ) -> list[list[int]]:
@@ -66,7 +72,7 @@ def generate(
     Args:
         prompts: token ids, each at least one; of any lengths.
         max_new_tokens: at most this many new ones a row.
-        temperature, top_k, top_p, seed: see Sampling.
+        temperature, top_k, top_p, min_p, seed: see Sampling.
         stop_ids: a row ends with the first of these, which is part of its result.
 
     Returns:
@@ -78,7 +84,7 @@ def generate(
         CheckpointError: the logits are NaN.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p)
     for ids in stream(model, prompts, max_new_tokens, sampling, stop_ids):
         for row, token in ids:
             rows[row].append(token)
@@ -117,15 +123,16 @@ def stream(
     chosen_by = None
     if choose == "sample":
         seeds = np.array([(sampling.seed + row) % 2**32 for row in range(batch)], np.uint32)
-        numbers = (
-            (sampling.temperature, np.float32),
-            (min(sampling.top_k, model.config.vocab_size), np.int32),
-            (sampling.top_p, np.float32),
-        )
-        columns = [np.full((batch,), value, kind) for value, kind in numbers]
-        chosen_by = SamplingParams(
-            *put(temperature=columns[0], top_k=columns[1], top_p=columns[2], seed=seeds)
-        )
+
+        def column(value: float, kind: type = np.float32) -> np.ndarray:
+            return np.full((batch,), value, kind)
+
+        top_k = min(sampling.top_k, model.config.vocab_size)
+        temperature, kept, top_p, min_p, seed = put(
+            t=column(sampling.temperature), k=column(top_k, np.int32), p=column(sampling.top_p),
+            m=column(sampling.min_p), s=seeds,
+        )  # fmt: skip
+        chosen_by = SamplingParams(temperature=temperature, top_k=kept, top_p=top_p, min_p=min_p, seed=seed)
     ids, cache = first(
         model.decode_params, model.empty_cache(batch, capacity), *put(t=tokens, c=counts), chosen_by
     )

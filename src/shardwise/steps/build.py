@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.models.cache import KVCache, cache_shape
+from shardwise.models.head import head_logits
 from shardwise.models.parameters import Params, bind, layer_paths
 from shardwise.models.transformer import Transformer
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import build_mesh
 from shardwise.partition.plan import Plan, named_sharding
-from shardwise.steps import loss, sampling, train
+from shardwise.steps import sampling, train
+from shardwise.steps.score import token_scores
 from shardwise.steps.workload import Workload
 
 
@@ -48,7 +50,8 @@ def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = N
 
     Arguments and results by task (see Step.abstract_args for shapes):
         train: (TrainState, batch) → (TrainState, metrics), batch as data.packing makes it.
-        score: (params, batch) → {"nll": [B, T], "right": [B, T]}.
+        score: (params, batch) → {"nll": [B, T], "right": [B, T]}, and with top_n = n
+            {"top_ids": [B, T, n], "top_logprobs": [B, T, n]} (score.token_scores).
         logits: (params, batch) → float32 [B, T, V].
         prefill: (params, cache, tokens [B, T], counts [B], sampling or None)
             → (ids [B] or logits [B, V], cache).
@@ -130,8 +133,7 @@ def _hidden(
 def _score(place: Placement, workload: Workload) -> _Built:
     def score(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         model, hidden = _hidden(place, workload, params, batch)
-        nll, right = loss.token_nll(place, hidden, model.head(place), batch["targets"])
-        return {"nll": nll, "right": right}
+        return token_scores(place, hidden, model.head(place), batch["targets"], workload.top_n)
 
     everywhere = named_sharding(place.mesh, ())
     return jax.jit(score, out_shardings=everywhere), _sequence_args(place, workload)
@@ -166,13 +168,15 @@ def _cached(place: Placement, workload: Workload) -> _Built:
         hidden, cache = model.hidden_cached(place, tokens, counts, cache, workload.kernel)
         last = jnp.maximum(counts - 1, 0)[:, None, None]
         hidden = hidden if workload.length == 1 else jnp.take_along_axis(hidden, last, axis=1)
-        logits = model.logits(place, hidden)[:, 0]
+        head = model.head(place)
+        logits = head_logits(place, head, hidden)[:, 0]
         if workload.choose == "logits":
             return place.constrain(logits, ((), ()))[:, : plan.config.vocab_size], cache
         if workload.choose == "greedy":
-            return sampling.greedy(place, logits), cache
+            return sampling.greedy(place, logits, head.vocab_axes), cache
         assert chosen_by is not None, "drawing needs SamplingParams"
-        return sampling.sample(place, logits, chosen_by, cache.lengths), cache
+        ids = sampling.sample(place, logits, head.vocab_axes, chosen_by, cache.lengths)
+        return ids, cache
 
     rows = (plan.batch_axes(),)
     everywhere = named_sharding(mesh, ())
@@ -184,8 +188,9 @@ def _cached(place: Placement, workload: Workload) -> _Built:
     b = (workload.batch,)
     chosen_by = None
     if workload.choose == "sample":
+        reals = ints(b, rows, jnp.float32)
         chosen_by = sampling.SamplingParams(
-            ints(b, rows, jnp.float32), ints(b, rows), ints(b, rows, jnp.float32), ints(b, rows, jnp.uint32)
+            temperature=reals, top_k=ints(b, rows), top_p=reals, min_p=reals, seed=ints(b, rows, jnp.uint32)
         )
     args = (
         abstract_params(plan, mesh, jnp.dtype(workload.param_dtype), stacked=False),

@@ -1,18 +1,20 @@
-"""Cross-entropy with the vocabulary cut over `tp`, a part of the sequence at a time, with masks and z-loss.
+"""Cross-entropy under every layout of the head, a part of the sequence at a time, with masks and z-loss.
 
-Logits exist only for one chunk of tokens and one shard of the vocabulary. When differentiated, the gradient
-of a chunk is formed while its logits are at hand, so that the head's product is not computed twice.
+Logits exist only for one chunk of tokens, and of the vocabulary only what a device holds. When
+differentiated, the gradient of a chunk is formed while its logits are at hand, so that the head's product is
+not computed twice. Not here: scores of given tokens (score.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardwise.models.dense import operands
-from shardwise.models.vocabulary import VocabTable, mask_padding
+from shardwise.models.head import Head, HeadShard, HeadValues
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
 
@@ -31,49 +33,10 @@ def chunk_length(rows: int, length: int, vocab: int, itemsize: int = 4) -> int:
     return -(-length // chunks)
 
 
-def token_nll(
-    place: Placement, hidden: jax.Array, head: VocabTable, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood of every target and whether it is the likeliest id.
-
-    Args:
-        hidden: [B, T, D].
-        head: [V, D].
-        targets: int32 [B, T].
-
-    Returns:
-        float32 (or wider) [B, T] in nats, and bool [B, T].
-    """
-    batch = place.spread("batch")
-
-    @partial(
-        jax.shard_map,
-        mesh=place.mesh,
-        in_specs=(partition_spec((batch, (), ())), partition_spec(head.spec), partition_spec((batch, ()))),
-        out_specs=partition_spec((batch, ())),
-        check_vma=False,
-    )
-    def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w = head.gather(w)
-        terms = _Terms(place, w)
-
-        def one(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-            x, targets = chunk
-            logits, best = terms.logits(x)
-            lse, _ = terms.log_sum_exp(logits, best)
-            picked = terms.pick(logits, targets)
-            return None, (lse - picked, picked >= best)
-
-        _, (nll, right) = jax.lax.scan(one, None, _chunks(w.shape[0], x, targets))
-        return _joined(nll, x.shape[1]), _joined(right, x.shape[1])
-
-    return local(hidden, head.value, targets)
-
-
 def cross_entropy(
     place: Placement,
     hidden: jax.Array,
-    head: VocabTable,
+    head: Head,
     targets: jax.Array,
     weights: jax.Array,
     z_loss: float,
@@ -87,132 +50,98 @@ def cross_entropy(
         weights: float32 [B, T]; 0 leaves a token out. Scale them to average: the sum is not divided here.
         z_loss: coefficient of the log-partition penalty (PaLM, arXiv:2204.02311, §5).
     """
+    # Its gradient leaves the loss cut like the head; this has it gathered at once, before the final norm.
+    hidden = head.pad_hidden(place.constrain(hidden, (place.plan.batch_axes(), (), ())))
+    given = (hidden, head.values)
 
     @jax.custom_vjp
-    def total(x: jax.Array, w: jax.Array) -> jax.Array:
-        return _total(place, head, z_loss, x, w, targets, weights, False)[0]
+    def total(x: jax.Array, values: HeadValues) -> jax.Array:
+        return _total(place, head, z_loss, x, values, targets, weights, False)[0]
 
-    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        value, dx, dw = _total(place, head, z_loss, x, w, targets, weights, True)
-        return value, (dx, dw)
+    def forward(x: jax.Array, values: HeadValues) -> tuple[jax.Array, tuple[jax.Array, HeadValues]]:
+        value, *gradients = _total(place, head, z_loss, x, values, targets, weights, True)
+        return value, tuple(gradients)
 
-    def backward(gradients: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dw = gradients
-        return (dx * cotangent).astype(hidden.dtype), (dw * cotangent).astype(head.value.dtype)
+    def backward(gradients: tuple[jax.Array, HeadValues], cotangent: jax.Array) -> Any:
+        return jax.tree.map(lambda g, x: (g * cotangent).astype(x.dtype), gradients, given)
 
     total.defvjp(forward, backward)
-    return total(hidden, head.value)
+    return total(*given)
 
 
 def _total(
     place: Placement,
-    head: VocabTable,
+    head: Head,
     z_loss: float,
     x: jax.Array,
-    w: jax.Array,
+    values: HeadValues,
     targets: jax.Array,
     weights: jax.Array,
     differentiate: bool,
-) -> tuple[jax.Array, ...]:
-    """The sum; where it is differentiated also its gradients in `x` and `w`."""
-    batch, vocab = place.spread("batch"), place.spread("vocab")
-    x_spec, w_spec = partition_spec((batch, (), ())), partition_spec(head.spec)
-    row_spec = partition_spec((batch, ()))
-    scalar = partition_spec(())
+) -> tuple[Any, ...]:
+    """The sum; where it is differentiated also its gradients in `x` and `values`."""
+    batch = place.spread("batch")
+    x_spec, row_spec, scalar = head.hidden_spec(place), partition_spec((batch, ())), partition_spec(())
 
     @partial(
         jax.shard_map,
         mesh=place.mesh,
-        in_specs=(x_spec, w_spec, row_spec, row_spec),
-        out_specs=(scalar, x_spec, w_spec) if differentiate else (scalar,),
+        in_specs=(x_spec, head.specs, row_spec, row_spec),
+        out_specs=(scalar, x_spec, head.specs) if differentiate else (scalar,),
         check_vma=False,  # sums over the mesh are written out below
     )
-    def local(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
-        w = head.gather(w)
-        terms = _Terms(place, w)
-        wide = terms.wide
+    def local(x: jax.Array, values: HeadValues, targets: jax.Array, weights: jax.Array) -> tuple[Any, ...]:
+        shard = HeadShard(place, head, values)
+        columns, wide = shard.columns, jnp.promote_types(x.dtype, jnp.float32)
 
-        def one(
-            carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...]
-        ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        def one(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
             x, targets, weights = chunk
-            logits, best = terms.logits(x)
-            lse, normed = terms.log_sum_exp(logits, best)
+            logits = shard.logits(x)
+            lse, normed = columns.log_sum_exp(logits, columns.max(logits))
             weights = weights.astype(wide)
-            nll = lse - terms.pick(logits, targets)
+            nll = lse - columns.pick(logits, targets)
             loss = carry[0] + jnp.sum(weights * (nll + z_loss * jnp.square(lse)))
             if not differentiate:
                 return (loss,), None
             slope = weights * (1 + 2 * z_loss * lse)
-            dlogits = normed * slope[..., None] - terms.one_hot(targets) * weights[..., None]
-            dlogits = dlogits.astype(x.dtype)
-            dlogits, w_, x_ = terms.operands(targets.size, dlogits, w, x)
-            dx = jnp.einsum("btv,vd->btd", dlogits, w_, preferred_element_type=wide)
-            dw = carry[1] + jnp.einsum("btv,btd->vd", dlogits, x_, preferred_element_type=wide)
-            return (loss, dw), dx
+            one_hot = (targets[..., None] == columns.ids).astype(wide)
+            dlogits = normed * slope[..., None] - one_hot * weights[..., None]
+            dx, dw = _products(place, dlogits.astype(x.dtype), shard.weight, x)
+            db = jnp.sum(dlogits, axis=(0, 1))
+            grown = tuple(old + new for old, new in zip(carry[1], (dw, db), strict=False))
+            return (loss, grown), dx
 
-        start = (jnp.zeros((), wide), jnp.zeros(w.shape, wide))[: 1 + differentiate]
-        carry, dx = jax.lax.scan(one, start, _chunks(w.shape[0], x, targets, weights))
+        sizes = (shard.weight.shape, shard.weight.shape[:1])[: len(values)]
+        start = (jnp.zeros((), wide), tuple(jnp.zeros(size, wide) for size in sizes))
+        chunks = in_chunks(shard.weight.shape[0], x, targets, weights)
+        carry, dx = jax.lax.scan(one, start[: 1 + differentiate], chunks)
         loss = jax.lax.psum(carry[0], batch)
         if not differentiate:
             return (loss,)
-        dx = _joined(dx, x.shape[1]).astype(x.dtype)
-        dx = jax.lax.psum(dx, vocab) if vocab else dx
-        dw = carry[1].astype(w.dtype)
-        if head.spec[1]:
-            dw = jax.lax.psum_scatter(dw, "fsdp", scatter_dimension=1, tiled=True)
-        dw = jax.lax.psum(dw, tuple(axis for axis in batch if not (axis == "fsdp" and head.spec[1])))
-        return loss, dx, dw
+        dx = joined(dx, x.shape[1]).astype(x.dtype)
+        dx = jax.lax.psum(dx, head.vocab_axes) if head.vocab_axes else dx
+        dw, *db = (g.astype(x.dtype) for g in carry[1])
+        return loss, dx, (head.weight.scatter(dw, batch), *(jax.lax.psum(g, batch) for g in db))
 
-    return local(x, w, targets, weights)
+    return local(x, values, targets, weights)
 
 
-class _Terms:
-    """Inside a shard_map: what cross-entropy needs of one shard's logits, summed over the vocabulary."""
-
-    def __init__(self, place: Placement, w: jax.Array):
-        self.w = w
-        self.operands = partial(operands, place.on_cpu)
-        self.axes = place.spread("vocab")
-        self.vocab_size = place.plan.config.vocab_size
-        self.padded = place.plan.padding.vocab > self.vocab_size
-        self.first = jax.lax.axis_index(self.axes) * w.shape[0] if self.axes else 0
-        self.wide = jnp.promote_types(w.dtype, jnp.float32)
-
-    def logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits [b, t, v] of this shard, padded ids −inf, and the greatest of all shards [b, t]."""
-        out = jnp.einsum(
-            "btd,vd->btv", *self.operands(x.size // x.shape[-1], x, self.w), preferred_element_type=self.wide
-        )
-        if self.padded:
-            out = mask_padding(out, self.vocab_size, self.first)
-        best = jnp.max(out, axis=-1)
-        return out, jax.lax.pmax(best, self.axes) if self.axes else best
-
-    def log_sum_exp(self, logits: jax.Array, best: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """log Σ exp over all shards [b, t], and this shard's probabilities [b, t, v]."""
-        powers = jnp.exp(logits - best[..., None])
-        total = self._sum(jnp.sum(powers, axis=-1))
-        return best + jnp.log(total), powers / total[..., None]
-
-    def pick(self, logits: jax.Array, targets: jax.Array) -> jax.Array:
-        """The target's logit [b, t], from whichever shard holds it."""
-        mine = targets - self.first
-        found = (mine >= 0) & (mine < logits.shape[-1])
-        picked = jnp.take_along_axis(logits, jnp.where(found, mine, 0)[..., None], axis=-1)[..., 0]
-        return self._sum(jnp.where(found, picked, 0))
-
-    def one_hot(self, targets: jax.Array) -> jax.Array:
-        """[b, t, v]: 1 where this shard holds the target."""
-        ids = self.first + jnp.arange(self.w.shape[0], dtype=targets.dtype)
-        return (targets[..., None] == ids).astype(self.wide)
-
-    def _sum(self, value: jax.Array) -> jax.Array:
-        return jax.lax.psum(value, self.axes) if self.axes else value
+def _products(
+    place: Placement, dlogits: jax.Array, weight: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the logits' product in `x` [b, t, d] and in `weight` [v, d], from [b, t, v]."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dlogits, weight, x = operands(place.on_cpu, x.size // x.shape[-1], dlogits, weight, x)
+    dx = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=wide)
+    return dx, jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=wide)
 
 
-def _chunks(vocab: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-    """[b, T, …] arrays as [chunks, b, t, …]; what is added to fill the last chunk has weight and target 0."""
+def in_chunks(vocab: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """[b, T, …] arrays as [chunks, b, t, …]; what is added to fill the last chunk has weight and target 0.
+
+    Args:
+        vocab: logits a position on one device.
+    """
     rows, length = x.shape[:2]
     step = chunk_length(rows, length, vocab, max(4, x.dtype.itemsize))
     chunks = -(-length // step)
@@ -225,7 +154,7 @@ def _chunks(vocab: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ..
     return tuple(split(array) for array in (x, *others))
 
 
-def _joined(chunked: jax.Array, length: int) -> jax.Array:
-    """The inverse of _chunks: [chunks, b, t, …] → [b, T, …]."""
+def joined(chunked: jax.Array, length: int) -> jax.Array:
+    """The inverse of in_chunks: [chunks, b, t, …] → [b, T, …]."""
     joined = jnp.moveaxis(chunked, 0, 1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]

@@ -20,9 +20,9 @@ class Workload:
     """One compiled step's job."""
 
     task: Task
-    """`train`: loss, gradients, update. `score`: NLL of given targets. `logits`: all logits of whole
-    sequences. `prefill`: add T tokens a row to the cache and choose the next. `decode`: the same for one
-    token a row."""
+    """`train`: loss, gradients, update. `score`: NLL of given targets, and likeliest ids. `logits`: all
+    logits of whole sequences. `prefill`: add T tokens a row to the cache and choose the next. `decode`: the
+    same for one token a row."""
     batch: int
     """B: sequences over all devices."""
     length: int
@@ -43,6 +43,8 @@ class Workload:
     """Needed by `train`."""
     choose: Literal["greedy", "sample", "logits"] = "greedy"
     """What `prefill` and `decode` return: likeliest ids, ids drawn by SamplingParams, or the last logits."""
+    top_n: int = 0
+    """`score` also lists this many of the likeliest ids at every position, with their log-probabilities."""
     kernel: Literal["auto", "xla", "tokamax"] = "auto"
     """Attention kernel."""
 
@@ -68,3 +70,8 @@ class Workload:
             )
         if self.task in ("prefill", "decode") and self.length > self.capacity:
             raise ConfigError(f"{self.length} tokens do not fit a cache of {self.capacity} tokens a row")
+        vocab = plan.config.vocab_size
+        if not 0 <= self.top_n <= vocab:
+            raise ConfigError(f"top_n is {self.top_n}; it must lie between 0 and the vocabulary's {vocab}")
+        if self.top_n and self.task != "score":
+            raise ConfigError(f"top_n has no effect on task {self.task!r}; only `score` lists ids")

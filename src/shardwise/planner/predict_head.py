@@ -1,0 +1,186 @@
+"""What both ends of the vocabulary move and compute, predicted: embedding look-up, head, loss, choice of a token.
+
+Follows models/vocabulary.py, models/head.py and the steps that use them, layout by layout. Not here: the layers
+between (predict.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.partition.plan import Decision
+from shardwise.planner.predict import Flops, Ledger, itemsize
+from shardwise.steps.loss import chunk_length
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A [V, D] parameter as VocabMatrix takes it."""
+
+    path: str
+    vocab: tuple[str, ...]
+    """Axes that cut V at use."""
+    contract: tuple[str, ...]
+    """Axes that cut D at use."""
+    inside: bool
+    """Whether fsdp is gathered inside the shard_map, so that the gradient is scattered there."""
+    rows: int
+    """V on one device at use."""
+    width: int
+    """D on one device at use."""
+    cut_by_fsdp: bool
+
+    @classmethod
+    def of(cls, ledger: Ledger, d: Decision) -> _Matrix:
+        plan, batch = ledger.plan, ledger.plan.batch_axes()
+        stored = [ledger.spread(axes) for axes in d.spec]
+        vocab, contract = (
+            tuple(axis for axis in axes if axis not in (*batch, "fsdp")) for axes in stored
+        )  # fmt: skip
+        contract = () if vocab else contract
+        cuts = (vocab, contract)
+        inside = (
+            "fsdp" in batch
+            and d.shape == d.use_shape
+            and any(
+                all(ledger.spread((*cuts[i], "fsdp") if i == dim else cuts[i]) == stored[i] for i in (0, 1))
+                for dim in (0, 1)
+            )
+        )
+        v, w = d.use_shape
+        return cls(
+            d.path, vocab, contract, inside, v // plan.mesh.size(vocab), w // plan.mesh.size(contract),
+            any("fsdp" in axes for axes in stored),
+        )  # fmt: skip
+
+
+def predict_ends(ledger: Ledger) -> None:
+    """Record both ends of the vocabulary."""
+    plan = ledger.plan
+    micro = ledger.workload.grad_accum_steps if ledger.trains else 1
+    _look_up(ledger, _Matrix.of(ledger, plan["embed/table"]), micro)
+    head = _Matrix.of(ledger, plan[plan.head_path])
+    _gather(ledger, head, plan[plan.head_path], micro, "head")
+    task = ledger.workload.task
+    if task == "train":
+        _loss(ledger, head, micro)
+    elif task == "score":
+        _scores(ledger, head)
+    else:
+        _last_or_all(ledger, head)
+
+
+def head_cause(path: str) -> str:
+    """The `cause` of what the output head moves, where `path` is its matrix (a tied table has two uses)."""
+    return f"{path} as head"
+
+
+def _gather(ledger: Ledger, m: _Matrix, d: Decision, micro: int, use: str) -> None:
+    if m.cut_by_fsdp:
+        ledger.add(
+            "all-gather", ("fsdp",), ledger.compute, ledger.local(d.shape, d.without_fsdp()), micro, "forward",
+            head_cause(m.path) if use == "head" else m.path, "weights gathered just before use", micro > 1,
+        )  # fmt: skip
+
+
+def _look_up(ledger: Ledger, m: _Matrix, micro: int) -> None:
+    d, c = ledger.plan["embed/table"], ledger.compute
+    _gather(ledger, m, d, micro, "look-up")
+    loop = micro > 1
+    tokens = ledger.rows * ledger.workload.length
+    ledger.add("all-reduce", m.vocab, c, tokens * m.width, micro, "forward", m.path,
+               "each device looks up its own ids; one of the terms is not zero", loop)  # fmt: skip
+    ledger.add("all-gather", m.contract, c, tokens * d.use_shape[1], micro, "forward", m.path,
+               "each device has its part of every row", loop)  # fmt: skip
+    whole = (ledger.plan.batch_axes(), (), ())
+    residual, shape = ledger.plan.activation("residual"), ledger.shape("residual")
+    if not ledger.trains:
+        return
+    ledger.reshard(
+        shape, residual, whole, c, micro, "backward", m.path, "gradient of residual gathered", loop
+    )
+    batch = ledger.spread(ledger.plan.batch_axes())
+    elements = m.rows * m.width
+    others = tuple(axis for axis in batch if axis != "fsdp" or not m.inside)
+    ledger.add("all-reduce", others, c, elements, micro, "backward", m.path,
+               "gradient summed over the batch", loop)  # fmt: skip
+    if m.inside:
+        ledger.add("reduce-scatter", ("fsdp",), c, elements, micro, "backward", m.path,
+                   "gradient summed and scattered", loop)  # fmt: skip
+
+
+def _product(ledger: Ledger, m: _Matrix, tokens: int, runs: int) -> None:
+    amount = 2 * tokens * m.rows * m.width * runs
+    ledger.flops.append(Flops(head_cause(m.path), "forward", amount))
+    if ledger.trains:
+        ledger.flops.append(Flops(head_cause(m.path), "backward", 2 * amount))
+
+
+def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> int:
+    """The chunked logits of every token, with `sums` sums of a number a token; returns tokens computed."""
+    rows, length, wide = ledger.rows, ledger.workload.length, ledger.wide
+    # operands wider than float32 make smaller chunks
+    step = chunk_length(rows, length, m.rows, max(4, itemsize(ledger.compute)))
+    chunks = -(-length // step)
+    runs, here = micro * chunks, head_cause(m.path)
+    ledger.add("all-reduce", m.contract, wide, rows * step * m.rows, runs, "forward", here,
+               "partial logits of a chunk added", True)  # fmt: skip
+    if m.vocab:
+        ledger.add("all-reduce", m.vocab, wide, rows * step, runs * (1 + sums), "forward", here,
+                   "a maximum and sums of one number a token", True)  # fmt: skip
+    _product(ledger, m, rows * step, runs)
+    return chunks * step
+
+
+def _loss(ledger: Ledger, m: _Matrix, micro: int) -> None:
+    plan, c, loop, here = ledger.plan, ledger.compute, micro > 1, head_cause(m.path)
+    whole = (plan.batch_axes(), (), ())
+    residual, shape = plan.activation("residual"), ledger.shape("residual")
+    ledger.reshard(shape, residual, whole, c, micro, "forward", here, "residual gathered for the head", loop)
+    _chunked(ledger, m, micro, sums=2)
+    batch = ledger.spread(plan.batch_axes())
+    ledger.add("all-reduce", batch, ledger.wide, 1, micro, "forward", here, "the loss", loop)
+    tokens = ledger.rows * ledger.workload.length
+    ledger.add("all-reduce", m.vocab, c, tokens * m.width, micro, "backward", here,
+               "gradient of the hidden states: partial sums added", loop)  # fmt: skip
+    ledger.add("all-gather", m.contract, c, tokens * m.width * plan.mesh.size(m.contract), micro, "backward",
+               here, "gradient of the hidden states gathered", loop)  # fmt: skip
+    elements = m.rows * m.width
+    if m.inside:
+        ledger.add("reduce-scatter", ("fsdp",), c, elements, micro, "backward", here,
+                   "gradient summed and scattered", loop)  # fmt: skip
+        elements //= plan.mesh.fsdp
+    ledger.add("all-reduce", [a for a in batch if a != "fsdp" or not m.inside], c, elements, micro,
+               "backward", here, "gradient summed over the batch", loop)  # fmt: skip
+    if plan.config.head_bias:
+        ledger.add("all-reduce", batch, c, m.rows, micro, "backward", "lm_head/bias",
+                   "gradient summed over the batch", loop)  # fmt: skip
+
+
+def _scores(ledger: Ledger, m: _Matrix) -> None:
+    workload, here = ledger.workload, head_cause(m.path)
+    _chunked(ledger, m, 1, sums=2)
+    everyone, tokens = ledger.plan.batch_axes(), workload.batch * workload.length
+    for dtype in (ledger.wide, "bool"):
+        ledger.add("all-gather", everyone, dtype, tokens, 1, "forward", here, "the scores, to every device")
+
+
+def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
+    """Logits of all positions (`logits`) or of the last (`prefill`, `decode`), and the choice among them."""
+    plan, workload, here, wide = ledger.plan, ledger.workload, head_cause(m.path), ledger.wide
+    length = workload.length if workload.task == "logits" else 1
+    rows = ledger.rows * length
+    _product(ledger, m, rows, 1)
+    ledger.add("all-reduce", m.contract, wide, rows * m.rows, 1, "forward", here, "partial logits added")
+    batch, vocab = plan.batch_axes(), m.rows * plan.mesh.size(m.vocab)
+    if workload.task == "logits" or workload.choose == "logits":
+        ledger.add("all-gather", (*batch, *m.vocab), wide, workload.batch * length * vocab, 1, "forward", here,
+                   "whole logits, to every device")  # fmt: skip
+        return
+    chosen = 70 if workload.choose == "sample" else 2
+    ledger.add("all-reduce", m.vocab, "float32", rows, chosen, "forward", here,
+               "maxima, counts and sums of one number a row")  # fmt: skip
+    if workload.choose == "sample":
+        ledger.add("all-gather", m.vocab, "int32", rows * plan.mesh.size(m.vocab), 2, "forward", here,
+                   "counts of ties")  # fmt: skip
+    ledger.add("all-gather", batch, "int32", workload.batch, 1, "forward", here, "the ids, to every device")
