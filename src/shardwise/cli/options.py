@@ -119,8 +119,8 @@ class MeshOptions(Options):
     """`cpu`, `cpu:8` (eight simulated devices on this machine's processor), `gpu` or `tpu`; without this
     option, what JAX finds."""
     rules: str = option("fsdp+tp", metavar="RULES")
-    """How tensors are cut: `fsdp+tp`, `fsdp`, `tp`, `easylm` (EasyLM's own for LLaMA), `replicated`, or a YAML
-    file of rules."""
+    """How tensors are cut: `fsdp+tp`, `fsdp`, `tp`, `easylm` (EasyLM's own for LLaMA), `replicated`, or a
+    YAML file of rules."""
     override: tuple[str, ...] = option((), metavar="REGEX=SPEC")
     """Cut the parameters whose path matches REGEX as SPEC says, before the rules; may be repeated."""
     head_layout: Literal["auto", "vocab", "hidden", "replicated"] = option("auto")

@@ -110,14 +110,15 @@ class Ledger:
         ]
         for axis in moving:
             if axis in kept_somewhere:
-                self.add(
-                    "all-to-all", (axis,), dtype, self.local(shape, tuple(cut)), count, phase, cause, note, in_loop
-                )  # fmt: skip
-        gathered = tuple(axis for axis in moving if axis not in kept_somewhere)
-        if gathered:
-            self.add(
-                "all-gather", gathered, dtype, self.local(shape, after), count, phase, cause, note, in_loop
-            )  # fmt: skip
+                elements = self.local(shape, tuple(cut))
+                self.add("all-to-all", (axis,), dtype, elements, count, phase, cause, note, in_loop)
+        held = [tuple(a for a in axes if a not in moving or a in kept_somewhere) for axes in before]
+        whole = list(cut)
+        for dim in reversed(range(len(cut))):  # one gather a dim, the last first
+            gathered = tuple(axis for axis in before[dim] if axis not in held[dim])
+            whole[dim] = tuple(axis for axis in cut[dim] if axis not in gathered)
+            elements = self.local(shape, tuple(whole))
+            self.add("all-gather", gathered, dtype, elements, count, phase, cause, note, in_loop)
 
 
 def predict(plan: Plan, workload: Workload) -> Ledger:
@@ -215,7 +216,7 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
 def _weight_gradient(
     ledger: Ledger, d: Decision, elements: int, repeated: bool, specs: ProductSpecs, count: int, in_loop: bool
 ) -> None:
-    """The kernel's gradient, summed over the devices that saw other rows: scattered over fsdp, then reduced."""
+    """The kernel's gradient, summed over devices that saw other rows: scattered over fsdp, then reduced."""
     rows = {axis for axes in specs.operand[:2] for axis in axes}
     wide, path = ledger.wide, d.path
     cut = {axis for axes in d.spec for axis in axes}
@@ -267,7 +268,7 @@ def _attention(ledger: Ledger) -> None:
 
 
 def _update(ledger: Ledger) -> None:
-    """Sums of single numbers: trained tokens, and the gradients' global norm (for the log and for clipping)."""
+    """Sums of single numbers: trained tokens, and the gradients' global norm (for the log and clipping)."""
     plan, optimizer = ledger.plan, ledger.workload.optimizer
     ledger.add("all-reduce", plan.batch_axes(), "float32", 1, 1, "update", "tokens", "trained tokens counted")
     times = 2 if optimizer is not None and optimizer.max_grad_norm else 1

@@ -1,7 +1,7 @@
-"""What both ends of the vocabulary move and compute, predicted: embedding look-up, head, loss, choice of a token.
+"""What both ends of the vocabulary move and compute, predicted: look-up, head, loss, choice of a token.
 
-Follows models/vocabulary.py, models/head.py and the steps that use them, layout by layout. Not here: the layers
-between (predict.py).
+Follows models/vocabulary.py, models/head.py and the steps that use them, layout by layout. Not here: the
+layers between (predict.py).
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def head_cause(path: str) -> str:
 
 def _gather(ledger: Ledger, m: _Matrix, d: Decision, micro: int, use: str) -> None:
     if m.cut_by_fsdp:
-        ledger.add(
-            "all-gather", ("fsdp",), ledger.compute, ledger.local(d.shape, d.without_fsdp()), micro, "forward",
-            head_cause(m.path) if use == "head" else m.path, "weights gathered just before use", micro > 1,
-        )  # fmt: skip
+        elements = ledger.local(d.shape, d.without_fsdp())
+        cause = head_cause(m.path) if use == "head" else m.path
+        ledger.add("all-gather", ("fsdp",), ledger.compute, elements, micro, "forward", cause,
+                   "weights gathered just before use", micro > 1)  # fmt: skip
 
 
 def _look_up(ledger: Ledger, m: _Matrix, micro: int) -> None:
@@ -172,10 +172,11 @@ def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
     rows = ledger.rows * length
     _product(ledger, m, rows, 1)
     ledger.add("all-reduce", m.contract, wide, rows * m.rows, 1, "forward", here, "partial logits added")
-    batch, vocab = plan.batch_axes(), m.rows * plan.mesh.size(m.vocab)
+    batch = plan.batch_axes()
     if workload.task == "logits" or workload.choose == "logits":
-        ledger.add("all-gather", (*batch, *m.vocab), wide, workload.batch * length * vocab, 1, "forward", here,
-                   "whole logits, to every device")  # fmt: skip
+        shape = (workload.batch, length, m.rows * plan.mesh.size(m.vocab))
+        ledger.reshard(shape, (batch, (), m.vocab), ((), (), ()), wide, 1, "forward", here,
+                       "whole logits, to every device")  # fmt: skip
         return
     chosen = 70 if workload.choose == "sample" else 2
     ledger.add("all-reduce", m.vocab, "float32", rows, chosen, "forward", here,
