@@ -62,6 +62,8 @@ class Instruction:
     """What stands between the parentheses: a constant's value, a parameter's number."""
     tail: str = field(repr=False)
     """All attributes, as written."""
+    type: str = field(default="", repr=False)
+    """The result's type, as written."""
     is_root: bool = False
 
     @property
@@ -176,6 +178,7 @@ def parse_module(text: str) -> Module:
             current = None
         elif current is not None:
             if instruction := parse_instruction(line):
+                _name_elements(current, instruction)
                 current[instruction.name] = instruction
         elif header := re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$", line):
             current = {}
@@ -208,11 +211,26 @@ def parse_instruction(line: str) -> Instruction | None:
     close = _closing(line, op.end() - 1)
     inside = line[op.end() : close - 1]
     literal = op[1] in ("constant", "parameter", "iota", "partition-id", "replica-id")
-    names = [] if literal else [re.search(r"%?([\w.\-]+)\s*$", part) for part in split(inside)]
+    names = [] if literal else [re.search(r"%?([\w.\-#]+)\s*$", part) for part in split(inside)]
     return Instruction(
         head[2], _shapes(line[start:end]), op[1], tuple(name[1] for name in names if name), inside,
-        line[close:].lstrip(", "), bool(head[1]),
+        line[close:].lstrip(", "), line[start:end], bool(head[1]),
     )  # fmt: skip
+
+
+def _name_elements(computation: dict[str, Instruction], user: Instruction) -> None:
+    """Newer texts write `%x#2` for element 2 of a tuple, without a get-tuple-element; here it gets one."""
+    for operand in user.operands:
+        name, *indices = operand.split("#")
+        for index in indices:
+            whole, name = name, f"{name}#{index}"
+            made = computation.get(whole)
+            if made is not None and name not in computation:
+                parts = split(made.type.strip()[1:-1])
+                part = parts[int(index)].strip() if int(index) < len(parts) else ""
+                computation[name] = Instruction(
+                    name, _shapes(part), "get-tuple-element", (whole,), whole, f"index={index}", part
+                )
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:

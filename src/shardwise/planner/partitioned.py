@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.partition.mesh import MeshSpec
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from shardwise.steps.build import Step
 
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
-_COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all",
-    "collective-broadcast",
-)  # fmt: skip
+_COLLECTIVES: dict[str, Op] = {
+    "all-gather": "all-gather", "all-reduce": "all-reduce", "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all", "collective-permute": "collective-permute",
+    "ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute",
+}  # fmt: skip
+"""XLA's collectives and what each counts as."""
 _NO_BUFFER = frozenset({
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "opt-barrier",
     "optimization-barrier", "after-all", "partition-id", "replica-id",
@@ -130,31 +132,33 @@ class PartitionedModule:
     def _differentiates(self) -> bool:
         return any("transpose(" in i.op_name for _, i in self._visits)
 
-    def _read(self, site: Site, instruction: Instruction, sizes: Mapping[str, int]) -> list[Collective]:
-        sizes = dict(sizes)
-        kind, note = cast(Op, _kind(instruction)), "; ".join(site.notes)
-        operands = [
-            s for o in instruction.operands for s in _shapes_of(site, o)
-        ]  # a -start's result repeats its operands
-        payload = sum(shape.bytes for shape in operands)
-        if kind in ("collective-permute", "collective-broadcast"):
+    def _read(self, site: Site, instruction: Instruction, sizes: dict[str, int]) -> list[Collective]:
+        name = _kind(instruction)
+        assert name is not None, "no collective"
+        operands = [shape for operand in instruction.operands for shape in _shapes_of(site, operand)]
+        payload, notes = sum(shape.bytes for shape in operands), list(site.notes)
+        if name != _COLLECTIVES[name]:
+            notes.append(f"compiled as {name}")
+        if name == "collective-permute":
             pairs = expand_pairs(instruction.attributes.get("source_target_pairs", ""))
             axes: tuple[str, ...] | None = pair_axes(pairs, sizes)
             alone = not axes
         else:
             groups = _groups(instruction, math.prod(sizes.values()))
             axes, alone = group_axes(groups, sizes), all(len(group) == 1 for group in groups)
-            if kind == "all-gather":
-                payload *= len(groups[0])
             if axes is None:
-                note = "; ".join(filter(None, [note, f"groups {groups}"]))
+                notes.append(f"groups {groups}")
+            if name == "all-gather":  # what a -start returns holds the operand too
+                payload *= len(groups[0])
         if alone:
             return []
+        dtype = operands[0].jax_dtype if operands else "opaque"
         one = Collective(
-            kind, axes or (), (operands or [Shape("opaque", ())])[0].jax_dtype, payload, site.runs,
-            site.in_loop, self._phase(site, instruction), self._cause(site, instruction), note,
+            _COLLECTIVES[name], axes or (), dtype, payload, site.runs, site.in_loop,
+            self._phase(site, instruction), self._cause(site, instruction), "; ".join(notes),
         )  # fmt: skip
-        return _as_scattered(one, sliced_axes(site, instruction, one.axes, sizes), sizes)
+        along = sliced_axes(site, instruction, one.axes, sizes) if name == "all-reduce" else ()
+        return _as_scattered(one, along, sizes)
 
     def _phase(self, site: Site, instruction: Instruction) -> Phase:
         """JAX names what it derives: `transpose(…)` holds the backward pass, with what it computes again;
@@ -261,7 +265,7 @@ def _groups(instruction: Instruction, num_devices: int) -> Groups:
 def _as_scattered(one: Collective, along: tuple[str, ...], sizes: Mapping[str, int]) -> list[Collective]:
     """An all-reduce of which only a slice along some of its axes is kept: a reduce-scatter over these, and an
     all-reduce of the slice over the rest."""
-    if one.op != "all-reduce" or not along:
+    if not along:
         return [one]
     rest = tuple(axis for axis in one.axes if axis not in along)
     over = f" over {', '.join(one.axes)}" if rest else ""
