@@ -69,8 +69,13 @@ class Head:
         """How a shard_map takes hidden states [B, T, D]: cut over D just as the weight is."""
         return partition_spec((place.spread("batch"), (), self.weight.contract_axes))
 
-    def pad_hidden(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [B, T, D] with zeros where the weight's D is padded."""
+    def pad_hidden(self, place: Placement, hidden: jax.Array) -> jax.Array:
+        """Hidden states [B, T, D] with zeros where the weight's D is padded.
+
+        They are held whole in D before: the layers below must not take over the head's cut, nor the final
+        norm the gradient's.
+        """
+        hidden = place.constrain(hidden, (place.plan.batch_axes(), (), ()))
         missing = self.weight.value.shape[1] - hidden.shape[-1]
         return jnp.pad(hidden, [(0, 0), (0, 0), (0, missing)]) if missing else hidden
 
@@ -174,7 +179,7 @@ def head_logits(place: Placement, head: Head, hidden: jax.Array) -> jax.Array:
     def local(x: jax.Array, *values: jax.Array) -> jax.Array:
         return HeadShard(place, head, values).logits(x)
 
-    hidden = head.pad_hidden(hidden)
+    hidden = head.pad_hidden(place, hidden)
     if place.mesh.size == 1:
         return local(hidden, *head.values)
     return jax.shard_map(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from shardwise.models.attention import Kernel, Visibility, attention
 from shardwise.models.cache import KVCache, write_rows
@@ -29,6 +30,9 @@ from shardwise.partition.plan import Use
 
 Remat = Literal["none", "dots", "full"]
 """What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
+
+_PRODUCT = "product"
+"""Name of the products with kernels, for rematerialisation."""
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu": jax.nn.relu}
 
@@ -101,7 +105,7 @@ class Linear(nnx.Module):
                 stored.
         """
         product = jax.checkpoint(partial(self._product, place), prevent_cse=False)
-        y = product(x, self.kernel[...], repeat)
+        y = checkpoint_name(product(x, self.kernel[...], repeat), _PRODUCT)
         if self.bias is None:
             return y
         bias = place.weight(self.path + "bias", self.bias[...])
@@ -319,7 +323,8 @@ def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
-    policy = {"dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
+    # By name: a policy on primitives does not reach into the checkpoint around each product.
+    policy = {"dots": policies.save_only_these_names(_PRODUCT), "full": policies.nothing_saveable}[remat]
     return jax.checkpoint(
         body, policy=policy, prevent_cse=False
     )  # inside a scan nothing can be merged anyway

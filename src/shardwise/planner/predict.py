@@ -199,7 +199,8 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
     forward("forward")
     if not ledger.trains:
         return
-    if workload.remat == "full" and use.gives != "residual":
+    last = [k.path for k in plan.decisions if k.use.kind == "kernel" and k.use.gives == "residual"][-1]
+    if workload.remat == "full" and path != last:  # of the layer's last product only the operand is needed
         forward("backward", " (computed again: remat full)")
     gather("backward")
     ledger.reshard(y_shape, gives, specs.product, c, count, "backward", path,
@@ -263,7 +264,7 @@ def _attention(ledger: Ledger) -> None:
     ledger.flops.append(Flops("attention", "forward", amount))
     if ledger.trains:
         again = amount // 2 if len(starts) > 1 else 0
-        again += amount if workload.remat == "full" else 0
+        again += amount if workload.remat != "none" else 0
         ledger.flops.append(Flops("attention", "backward", 2 * amount + again))
 
 
@@ -273,8 +274,8 @@ def _update(ledger: Ledger) -> None:
     ledger.add("all-reduce", plan.batch_axes(), "float32", 1, 1, "update", "tokens", "trained tokens counted")
     times = 2 if optimizer is not None and optimizer.max_grad_norm else 1
     for d in plan.decisions:
-        for axis in {axis for axes in d.spec for axis in axes}:
-            ledger.add("all-reduce", (axis,), ledger.workload.param_dtype, 1, times, "update", d.path,
+        for axes in d.spec:
+            ledger.add("all-reduce", axes, ledger.workload.param_dtype, 1, times, "update", d.path,
                        "its part of the global norm")  # fmt: skip
 
 

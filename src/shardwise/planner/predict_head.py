@@ -178,7 +178,7 @@ def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
         ledger.reshard(shape, (batch, (), m.vocab), ((), (), ()), wide, 1, "forward", here,
                        "whole logits, to every device")  # fmt: skip
         return
-    chosen = 70 if workload.choose == "sample" else 2
+    chosen = 69 if workload.choose == "sample" else 2
     ledger.add("all-reduce", m.vocab, "float32", rows, chosen, "forward", here,
                "maxima, counts and sums of one number a row")  # fmt: skip
     if workload.choose == "sample":

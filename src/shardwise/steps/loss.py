@@ -50,8 +50,7 @@ def cross_entropy(
         weights: float32 [B, T]; 0 leaves a token out. Scale them to average: the sum is not divided here.
         z_loss: coefficient of the log-partition penalty (PaLM, arXiv:2204.02311, §5).
     """
-    # Its gradient leaves the loss cut like the head; this has it gathered at once, before the final norm.
-    hidden = head.pad_hidden(place.constrain(hidden, (place.plan.batch_axes(), (), ())))
+    hidden = head.pad_hidden(place, hidden)
     given = (hidden, head.values)
 
     @jax.custom_vjp

@@ -65,4 +65,4 @@ def token_scores(
         _, out = jax.lax.scan(one, None, in_chunks(shard.weight.shape[0], x, targets))
         return {name: joined(value, x.shape[1]) for name, value in out.items()}
 
-    return local(head.pad_hidden(hidden), head.values, targets)
+    return local(head.pad_hidden(place, hidden), head.values, targets)
