@@ -54,7 +54,7 @@ def test_a_layers_weight_is_cast_where_it_lies_then_gathered_over_fsdp_and_trimm
     assert stored.dtype == weight.dtype == jnp.bfloat16
     assert stored.shape == d.shape[1:] and stored.sharding.is_equivalent_to(stored_as, stored.ndim)
     assert weight.shape == d.use_shape[1:]
-    assert weight.sharding.is_equivalent_to(named_sharding(place.mesh, d.without_fsdp()[1:]), weight.ndim)
+    assert weight.sharding.is_equivalent_to(named_sharding(place.mesh, d.at_use()[1:]), weight.ndim)
     np.testing.assert_array_equal(np.asarray(weight), value.astype(jnp.bfloat16))
 
 

@@ -127,8 +127,10 @@ class Linear(nnx.Module):
         specs = ProductSpecs.of(place.plan, path, repeated=repeat is not None)
         if repeat is not None:
             kernel = place.constrain(jnp.take(kernel, repeat, axis=0), specs.kernel)
-        y = dense(place.constrain(x, specs.operand), kernel, self.use.num_inputs, place.on_cpu)
-        return place.activation(self.use.gives, place.constrain(y, specs.product))
+        # Held to its own cut first: the kernel's must not reach back into what made it.
+        x = place.constrain(place.activation(self.use.takes, x), specs.operand)
+        y = dense(x, kernel, self.use.num_inputs, place.on_cpu and specs.flat)
+        return place.result(specs, self.use.gives, y)
 
 
 class Attention(nnx.Module):
@@ -204,7 +206,7 @@ class Block(nnx.Module):
         kernel: Kernel,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         attended, updated = self.attn(place, self.attn_norm(place, x), turn, visible, cached, kernel)
-        x = x + attended
+        x = place.activation("residual", x + attended)
         x = x + self.mlp(place, self.mlp_norm(place, x))
         return place.activation("residual", x), updated
 

@@ -6,7 +6,7 @@ Not here: which spec a parameter has (plan.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,13 @@ class ProductSpecs:
     operand: Spec
     """Of what it is multiplied with, [B, T, inputs…]."""
     product: Spec
-    """Of the result [B, T, outputs…], before it is laid out as its activation."""
+    """Of the result [B, T, outputs…], before it is laid out as its activation; its gradient is held to this
+    too."""
+    flat: bool
+    """Whether the kernel may be reshaped to two dims: only the first output and the first input are cut."""
+    reduced: bool
+    """Whether the result is a sum over devices; it is then laid out as its activation at once, which may make
+    a reduce-scatter of the sum."""
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -41,7 +47,7 @@ class ProductSpecs:
             repeated: its first dim, kv heads held once, is repeated to the slots that the result has.
         """
         decision = plan[path]
-        kernel = decision.without_fsdp()[decision.stacked :]
+        kernel = decision.at_use()[decision.stacked :]
         gives = plan.activation(decision.use.gives)
         used = {axis for axes in kernel for axis in axes}
         if repeated:
@@ -49,8 +55,8 @@ class ProductSpecs:
             kernel, used = (slots, *kernel[1:]), used | set(slots)
         outputs, inputs = kernel[: -decision.use.num_inputs], kernel[-decision.use.num_inputs :]
         rows = tuple(tuple(axis for axis in axes if axis not in used) for axes in gives[:2])
-        reduced = any(inputs) and not any(outputs)  # straight to the activation: may then be a reduce-scatter
-        return cls(kernel, (*rows, *inputs), gives if reduced else (*rows, *outputs))
+        flat = not any(outputs[1:]) and not any(inputs[1:])
+        return cls(kernel, (*rows, *inputs), (*rows, *outputs), flat, any(inputs))
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,14 @@ class Placement:
         fitting = tuple(axes if size > 1 else () for axes, size in zip(spec, x.shape, strict=True))
         return with_sharding_constraint(x, named_sharding(self.mesh, fitting))
 
+    def result(self, specs: ProductSpecs, name: str, y: jax.Array) -> jax.Array:
+        """The result of a product as the named activation."""
+        if not specs.reduced:
+            y = self.constrain(y, specs.product)
+        elif specs.product != self.plan.activation(name):
+            y = _with_gradient_held(y, self, specs.product)
+        return self.activation(name, y)
+
     def activation(self, name: str, x: jax.Array) -> jax.Array:
         """The named activation, cut as the plan says."""
         return self.constrain(x, self.plan.activation(name))
@@ -114,8 +128,20 @@ class Placement:
         """
         decision = self.plan[path]
         skip = value.ndim < len(decision.axes)
-        value = self.constrain(self.stored(path, value), decision.without_fsdp()[skip:])
+        value = self.constrain(self.stored(path, value), decision.at_use()[skip:])
         use_shape = decision.use_shape[skip:]
         if value.shape != use_shape:
             value = value[tuple(slice(0, size) for size in use_shape)]
         return value
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _with_gradient_held(x: jax.Array, place: Placement, spec: Spec) -> jax.Array:
+    """`x`, of which only the gradient is held to `spec`."""
+    return x
+
+
+_with_gradient_held.defvjp(
+    lambda x, place, spec: (x, None),
+    lambda place, spec, _, gradient: (place.constrain(gradient, spec),),
+)

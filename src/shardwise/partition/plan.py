@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shardwise.models.config import ModelConfig
 
 
+DATA_AXES = ("dp", "fsdp")
+"""Mesh axes that may only split rows of the batch: a parameter cut over them is gathered just before use."""
+
+
 @dataclass(frozen=True)
 class Use:
     """What the model does with a parameter, as far as its cut has consequences."""
@@ -74,9 +78,9 @@ class Decision:
         """Whether the first dim runs over layers."""
         return self.axes[0] == "layers"
 
-    def without_fsdp(self) -> Spec:
-        """The spec at use: cut by `tp` only, after FSDP's all-gather."""
-        return tuple(tuple(axis for axis in axes if axis != "fsdp") for axes in self.spec)
+    def at_use(self) -> Spec:
+        """The spec at use, after FSDP's all-gather: axes that split the batch do not cut the computation."""
+        return tuple(tuple(axis for axis in axes if axis not in DATA_AXES) for axes in self.spec)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Plan:
     @property
     def head_layout(self) -> HeadLayout:
         """How the output head is cut at use."""
-        return layout_of(self[self.head_path].without_fsdp())
+        return layout_of(self[self.head_path].at_use())
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

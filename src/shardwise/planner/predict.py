@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.models.attention import query_block
 from shardwise.partition.constraints import ProductSpecs
-from shardwise.partition.plan import Decision, Plan
+from shardwise.partition.plan import DATA_AXES, Decision, Plan
 from shardwise.partition.rules import ACTIVATIONS, Spec
 from shardwise.planner.collectives import Collective, Op, Phase
 from shardwise.steps.workload import Workload
@@ -120,6 +120,25 @@ class Ledger:
             elements = self.local(shape, tuple(whole))
             self.add("all-gather", gathered, dtype, elements, count, phase, cause, note, in_loop)
 
+    def reduce(
+        self, shape: Sequence[int], axes: Sequence[str], before: Spec, after: Spec, count: int, phase: Phase,
+        cause: str, what: str, in_loop: bool,
+    ) -> None:  # fmt: skip
+        """Record partial sums over `axes` being added, and the result laid out as `after`.
+
+        Where each device then keeps a slice along `axes`, that is a reduce-scatter.
+        """
+        spread = self.spread(axes)
+        held = {axis for cut in before for axis in cut}
+        kept = {axis for cut, size in zip(after, shape, strict=True) for axis in cut if size > 1} - held
+        scattered = bool(spread) and set(spread) <= kept
+        op: Op = "reduce-scatter" if scattered else "all-reduce"
+        self.add(op, spread, self.wide, self.local(shape, before), count, phase, cause,
+                 f"{what}: partial sums added", in_loop)  # fmt: skip
+        self.reshard(
+            shape, before, after, self.compute, count, phase, cause, f"{what}: laid out anew", in_loop
+        )
+
 
 def predict(plan: Plan, workload: Workload) -> Ledger:
     """Collectives and products of one step on one device.
@@ -168,32 +187,21 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
     y_shape = (*ledger.shape(use.gives)[:2], *used[:split])
     outputs = tuple(a for axes in specs.kernel[:split] for a in axes)
     inputs = tuple(a for axes in specs.kernel[split:] for a in axes)
-    y_summed = (*specs.operand[:2], *specs.kernel[:split])
     rows = ledger.local(x_shape[:2], specs.operand[:2])
     amount = 2 * rows * ledger.local(used, specs.kernel) * count
-    c, wide, path = ledger.compute, ledger.wide, d.path
+    c, path = ledger.compute, d.path
 
     def gather(phase: Phase) -> None:
-        ledger.add(
-            "all-gather", [a for axes in spec for a in axes if a == "fsdp"], c,
-            ledger.local(stored, d.without_fsdp()[d.stacked :]), count, phase, path,
-            "weights gathered just before use", in_loop,
-        )  # fmt: skip
+        ledger.reshard(stored, spec, d.at_use()[d.stacked :], c, count, phase, path,
+                       "weights gathered just before use", in_loop)  # fmt: skip
 
     def forward(phase: Phase, note: str = "") -> None:
         gather(phase)
         ledger.reshard(x_shape, takes, specs.operand, c, count, phase, path,
                        f"{use.takes} laid out for the kernel{note}", in_loop)  # fmt: skip
-        if inputs:
-            reduced = specs.product != y_summed and ledger.local(y_shape, specs.product) < ledger.local(
-                y_shape, y_summed
-            )
-            ledger.add(
-                "reduce-scatter" if reduced else "all-reduce", inputs, wide, ledger.local(y_shape, y_summed),
-                count, phase, path, f"partial sums of {use.gives} added{note}", in_loop,
-            )  # fmt: skip
-        ledger.reshard(y_shape, specs.product, gives, c, count, phase, path,
-                       f"{use.gives} laid out as its rule says{note}", in_loop)  # fmt: skip
+        ledger.reduce(
+            y_shape, inputs, specs.product, gives, count, phase, path, f"{use.gives}{note}", in_loop
+        )
         ledger.flops.append(Flops(path, phase, amount))
 
     forward("forward")
@@ -203,13 +211,12 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
     if workload.remat == "full" and path != last:  # of the layer's last product only the operand is needed
         forward("backward", " (computed again: remat full)")
     gather("backward")
+    ledger.reshard(x_shape, takes, specs.operand, c, count, "backward", path,
+                   f"{use.takes} laid out for the kernel again", in_loop)  # fmt: skip
     ledger.reshard(y_shape, gives, specs.product, c, count, "backward", path,
                    f"gradient of {use.gives} laid out for the kernel", in_loop)  # fmt: skip
-    if outputs:
-        ledger.add("all-reduce", outputs, wide, ledger.local(x_shape, specs.operand), count, "backward", path,
-                   f"gradient of {use.takes}: partial sums added", in_loop)  # fmt: skip
-    ledger.reshard(x_shape, specs.operand, takes, c, count, "backward", path,
-                   f"gradient of {use.takes} laid out as its rule says", in_loop)  # fmt: skip
+    ledger.reduce(x_shape, outputs, specs.operand, takes, count, "backward", path,
+                  f"gradient of {use.takes}", in_loop)  # fmt: skip
     ledger.flops.append(Flops(path, "backward", 2 * amount))
     _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
 
@@ -219,14 +226,16 @@ def _weight_gradient(
 ) -> None:
     """The kernel's gradient, summed over devices that saw other rows: scattered over fsdp, then reduced."""
     rows = {axis for axes in specs.operand[:2] for axis in axes}
-    wide, path = ledger.wide, d.path
+    path = d.path
     cut = {axis for axes in d.spec for axis in axes}
-    if "fsdp" in rows and "fsdp" in cut and ledger.spread(("fsdp",)):
-        ledger.add("reduce-scatter", ("fsdp",), wide, elements, count, "backward", path,
+    # A kv head's copies are added up in between, so that nothing is scattered.
+    scattered = () if repeated else ledger.spread([axis for axis in DATA_AXES if axis in rows & cut])
+    if scattered:
+        ledger.add("reduce-scatter", scattered, ledger.wide, elements, count, "backward", path,
                    "gradient summed and scattered", in_loop)  # fmt: skip
-        elements //= ledger.plan.mesh.fsdp
-        rows.discard("fsdp")
-    ledger.add("all-reduce", sorted(rows), wide, elements, count, "backward", path,
+        elements //= ledger.plan.mesh.size(scattered)
+        rows -= set(scattered)
+    ledger.add("all-reduce", sorted(rows), ledger.wide, elements, count, "backward", path,
                "gradient summed over the batch", in_loop)  # fmt: skip
     if repeated:
         slots = specs.kernel[0]
@@ -241,10 +250,10 @@ def _vector(ledger: Ledger, d: Decision) -> None:
         return
     count, in_loop = layer_runs(ledger, d)
     gives = ledger.plan.activation(d.use.gives or "residual")
-    axes = [axis for axes in gives[:2] for axis in axes]
-    elements = ledger.local(d.use_shape[d.stacked :], d.without_fsdp()[d.stacked :])
-    ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
-               "gradient summed over the batch", in_loop)  # fmt: skip
+    elements = ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :])
+    for axes in gives[:2]:
+        ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
+                   "gradient summed over the batch", in_loop)  # fmt: skip
 
 
 def _attention(ledger: Ledger) -> None:

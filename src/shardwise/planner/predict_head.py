@@ -77,7 +77,7 @@ def head_cause(path: str) -> str:
 
 def _gather(ledger: Ledger, m: _Matrix, d: Decision, micro: int, use: str) -> None:
     if m.cut_by_fsdp:
-        elements = ledger.local(d.shape, d.without_fsdp())
+        elements = ledger.local(d.shape, d.at_use())
         cause = head_cause(m.path) if use == "head" else m.path
         ledger.add("all-gather", ("fsdp",), ledger.compute, elements, micro, "forward", cause,
                    "weights gathered just before use", micro > 1)  # fmt: skip
@@ -123,6 +123,7 @@ def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> int:
     step = chunk_length(rows, length, m.rows, max(4, itemsize(ledger.compute)))
     chunks = -(-length // step)
     runs, here = micro * chunks, head_cause(m.path)
+    _whole_residual(ledger, micro, here)
     ledger.add("all-reduce", m.contract, wide, rows * step * m.rows, runs, "forward", here,
                "partial logits of a chunk added", True)  # fmt: skip
     if m.vocab:
@@ -132,11 +133,15 @@ def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> int:
     return chunks * step
 
 
+def _whole_residual(ledger: Ledger, micro: int, cause: str) -> None:
+    residual, shape = ledger.plan.activation("residual"), ledger.shape("residual")
+    whole = (ledger.plan.batch_axes(), (), ())
+    ledger.reshard(shape, residual, whole, ledger.compute, micro, "forward", cause,
+                   "residual gathered for the head", micro > 1)  # fmt: skip
+
+
 def _loss(ledger: Ledger, m: _Matrix, micro: int) -> None:
     plan, c, loop, here = ledger.plan, ledger.compute, micro > 1, head_cause(m.path)
-    whole = (plan.batch_axes(), (), ())
-    residual, shape = plan.activation("residual"), ledger.shape("residual")
-    ledger.reshard(shape, residual, whole, c, micro, "forward", here, "residual gathered for the head", loop)
     _chunked(ledger, m, micro, sums=2)
     batch = ledger.spread(plan.batch_axes())
     ledger.add("all-reduce", batch, ledger.wide, 1, micro, "forward", here, "the loss", loop)
@@ -170,6 +175,12 @@ def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
     plan, workload, here, wide = ledger.plan, ledger.workload, head_cause(m.path), ledger.wide
     length = workload.length if workload.task == "logits" else 1
     rows = ledger.rows * length
+    if workload.task == "logits":
+        _whole_residual(ledger, 1, here)
+    elif workload.task == "prefill":
+        elements, length_axes = rows * plan.config.embed_dim, plan.activation("residual")[1]
+        ledger.add("all-reduce", length_axes, ledger.compute, elements, 1, "forward", here,
+                   "the last position's residual")  # fmt: skip
     _product(ledger, m, rows, 1)
     ledger.add("all-reduce", m.contract, wide, rows * m.rows, 1, "forward", here, "partial logits added")
     batch = plan.batch_axes()
