@@ -83,8 +83,8 @@ def test_a_line_is_taken_apart() -> None:
 @pytest.mark.parametrize(
     ("dtype", "name", "size"),
     [
-        ("f32", "float32", 4), ("bf16", "bfloat16", 2), ("pred", "bool", 1), ("s32", "int32", 4), ("u8", "uint8", 1),
-        ("f8e4m3fn", "float8_e4m3fn", 1), ("f64", "float64", 8), ("c64", "complex64", 8),
+        ("f32", "float32", 4), ("bf16", "bfloat16", 2), ("pred", "bool", 1), ("s32", "int32", 4),
+        ("u8", "uint8", 1), ("f8e4m3fn", "float8_e4m3fn", 1), ("f64", "float64", 8), ("c64", "complex64", 8),
     ],
 )  # fmt: skip
 def test_dtypes_have_their_jax_names_and_sizes(dtype: str, name: str, size: int) -> None:
@@ -204,9 +204,8 @@ def test_a_loop_called_from_two_places_runs_as_often_as_both_together() -> None:
     body = ARGUMENT + "  %once = f32[8] call(%x), to_apply=%helper\n" + run_loop("l")
     found = read(body, helper + loop("l", inner, 4))
     assert sorted((c.count, c.in_loop) for c in found) == [(1, False), (4, True)]
-    twice = read(ARGUMENT + "  %a = f32[8] call(%x), to_apply=%helper\n  %b = f32[8] call(%a), to_apply=%helper",
-                 helper)  # fmt: skip
-    assert [c.count for c in twice] == [2]
+    calls = "  %a = f32[8] call(%x), to_apply=%helper\n  %b = f32[8] call(%a), to_apply=%helper"
+    assert [c.count for c in read(ARGUMENT + calls, helper)] == [2]
 
 
 def test_the_compilers_own_trip_count_comes_first() -> None:
@@ -226,7 +225,7 @@ def test_elements_of_tuples_may_be_written_with_a_number_sign() -> None:
   %p = (s32[], f32[8]) parameter(0)
   %one = s32[] constant(1)
   %next = s32[] add(%p#0, %one)
-  %y = f32[8] all-reduce(%p#1), channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true, to_apply=%add
+  %y = f32[8] all-reduce(%p#1), channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true
   ROOT %t = (s32[], f32[8]) tuple(%next, %y)
 }
 """
@@ -245,7 +244,7 @@ def test_a_bound_that_the_loop_carries_unchanged_is_found_where_the_loop_starts(
   %p = (s32[], s32[]) parameter(0)
   %one = s32[] constant(1)
   %next = s32[] add(%one, %p#0)
-  %y = s32[] all-reduce(%p#1), channel_id=1, replica_groups=[2,2]<=[4], use_global_device_ids=true, to_apply=%add
+  %y = s32[] all-reduce(%p#1), channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true
   ROOT %t = (s32[], s32[]) tuple(%next, %p#1)
 }
 """
@@ -349,7 +348,10 @@ def test_products_count_contracted_and_batch_dims_and_trips() -> None:
 
 
 def test_buffers_are_what_instructions_make() -> None:
-    body = ARGUMENT + "  %two = (f32[8], bf16[2]) custom-call(%x)\n  %e = f32[8] get-tuple-element(%two), index=0\n"
+    body = (
+        ARGUMENT
+        + "  %two = (f32[8], bf16[2]) custom-call(%x)\n  %e = f32[8] get-tuple-element(%two), index=0\n"
+    )
     buffers = module(body + run_loop("l"), loop("l", REDUCE, 2)).buffers()
     made = [(b.instruction.name, b.bytes, b.shape, b.dtype, b.in_loop) for b in buffers if b.shape]
     assert made == [
