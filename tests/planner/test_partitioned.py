@@ -192,13 +192,14 @@ def test_products_are_those_of_one_device_times_the_scan() -> None:
     assert (flops.in_loops, flops.outside) == (3 * 2 * 2 * 16 * 8, 2 * 2 * 8 * 16)
 
 
-def test_backward_products_are_of_the_backward_phase() -> None:
-    def f(w: jax.Array, x: jax.Array) -> jax.Array:
-        return w - jax.grad(lambda w: jnp.sum(jnp.square(x @ w)))(w)
+def test_a_gradient_is_told_by_its_parameter_and_of_the_backward_phase() -> None:
+    def f(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        slope = jax.grad(lambda w: jnp.sum(jnp.square(x @ w)))(params["top/w"])
+        return params["top/w"] - 0.5 * slope
 
-    w, x = array((16, 4)), array((8, 16), "fsdp")
-    (c,) = audit(f, w, x).collectives(SPEC)
+    (c,) = audit(f, {"top/w": array((16, 4))}, array((8, 16), "fsdp")).collectives(SPEC)
     assert (c.op, c.axes, c.payload, c.phase) == ("all-reduce", ("fsdp",), 256, "backward")
+    assert c.cause.startswith("gradient of top/w: ")
 
 
 def test_an_argument_that_is_sent_is_named() -> None:
