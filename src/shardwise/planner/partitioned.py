@@ -21,6 +21,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.partition.mesh import MeshSpec
 from shardwise.planner.collectives import Collective, Op, Phase
 from shardwise.planner.hlo import Frame, Instruction, Module, Shape, parse_module
+from shardwise.planner.origins import argument, gradient_of
 from shardwise.planner.replica_groups import (
     Groups,
     expand_groups,
@@ -170,10 +171,12 @@ class PartitionedModule:
         return "forward" if "jvp(" in name or not self._differentiates else "update"
 
     def _cause(self, site: Site, instruction: Instruction) -> str:
-        """The argument that is sent, where it is one; the primitive; and the lines of this package (or else
-        the innermost line) that it comes from."""
+        """The argument that is sent, or whose gradient is, where it is one; the primitive; and the lines of
+        this package (or else the innermost line) that it comes from."""
         operation = _op_path(site, instruction).rpartition("/")[2] or instruction.name
-        argument = site.argument(instruction.operands[0]) if instruction.operands else ""
+        sent = argument(site, instruction.operands[0]) if instruction.operands else ""
+        if not sent and self._differentiates and (updated := gradient_of(site, instruction)):
+            sent = f"gradient of {updated}"
         chain, up = self.module.frames(instruction), site
         shown = [_show(frame) for frame in chain[:1]]
         while up.parent is not None and up.caller is not None:  # a shard_map's body has a stack of its own
@@ -183,7 +186,7 @@ class PartitionedModule:
         own = [f for f in chain if f.file.startswith(_PACKAGE) and not re.search(_WRAPPERS, f.function)]
         shown = list(dict.fromkeys(_show(frame) for frame in own))[:_MOST_FRAMES] or shown
         where = f"{operation} at {' < '.join(shown)}" if shown else operation
-        return f"{argument}: {where}" if argument else where
+        return f"{sent}: {where}" if sent else where
 
 
 _MOST_FRAMES = 5

@@ -17,7 +17,6 @@ Value = int | list[int]
 
 PASSES = frozenset({"copy", "convert", "reshape", "bitcast", "optimization-barrier", "opt-barrier"})
 """Operations of one operand whose result has the operand's numbers in the same order."""
-_PARTS = frozenset({"dynamic-slice", "slice", "transpose"})
 _TWO: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "maximum": max, "minimum": min,
     "divide": lambda a, b: int(a / b) if b else 0, "remainder": lambda a, b: a - int(a / b) * b if b else a,
@@ -84,7 +83,7 @@ class Site:
         carried = source.op == "parameter" and self.caller is not None and self.caller.op == "while"
         if carried and self.caller is not None and self.parent is not None:
             body = self.module.computations[self.caller.called("body")[0]]
-            if _carried_on(body, index) == index:  # the loop leaves it as it was
+            if carried_on(body, index) == index:  # the loop leaves it as it was
                 return self.parent._start(self.caller, index, device, depth)
         return None
 
@@ -94,46 +93,6 @@ class Site:
         if given.op == "tuple":
             return self._evaluate(given.operands[index], device, depth + 1)
         return None
-
-    def argument(self, name: str) -> str:
-        """The program's argument of which the value is a copy, a cast or a slice; "" for a computed value.
-
-        A parameter is told by its path, anything else as JAX names it.
-        """
-        for _ in range(1000):
-            instruction = self.computation.instructions.get(name)
-            if instruction is None:
-                return ""
-            if instruction.op in PASSES | _PARTS:
-                name = instruction.operands[0]
-            elif instruction.op == "parameter" and self.parent is None:
-                keys = re.findall(r"\['([^']+)'\]", instruction.op_name.replace("\\", ""))
-                return keys[-1] if keys else instruction.op_name
-            else:
-                return self._argument_behind(instruction)
-        return ""
-
-    def _argument_behind(self, instruction: Instruction) -> str:
-        """Through what hands a value on: a call's parameter, a loop's carried tuple, a tuple."""
-        if instruction.op == "parameter" and self.parent and self.caller and self.caller.op == "call":
-            return self.parent.argument(self.caller.operands[int(instruction.literal)])
-        if instruction.op != "get-tuple-element":
-            return ""
-        source, index = (
-            self.computation.instructions.get(instruction.operands[0]),
-            int(instruction.attributes["index"]),
-        )
-        if source is None:
-            return ""
-        if source.op in ("tuple", *PASSES):
-            return self.argument(source.operands[index if source.op == "tuple" else 0])
-        if source.op != "parameter" or not (self.parent and self.caller and self.caller.op == "while"):
-            return ""
-        body = self.module.computations[self.caller.called("body")[0]]
-        given = self.parent.computation.instructions[self.caller.operands[0]]
-        if _carried_on(body, index) != index or given.op != "tuple":
-            return ""
-        return self.parent.argument(given.operands[index])
 
     def trips(self, loop: Instruction) -> tuple[int | None, str]:
         """How often a `while` of this computation runs, and how that is known; None if it is not."""
@@ -225,7 +184,7 @@ def _carried_index(computation: Computation, instruction: Instruction) -> int | 
     return int(source.attributes["index"]) if tuple_ is not None and tuple_.op == "parameter" else None
 
 
-def _carried_on(body: Computation, index: int) -> int | None:
+def carried_on(body: Computation, index: int) -> int | None:
     """The place that the body's result at `index` is taken from unchanged, if any."""
     root = _through(body, body.root)
     if root.op != "tuple":
