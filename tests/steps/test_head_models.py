@@ -1,6 +1,6 @@
 """Whole models whose heads are laid out differently train, score and generate alike.
 
-Not here: the head alone (test_head_layouts.py), and meshes for the rest of the model (test_mesh_invariance.py).
+Not here: the head alone (test_head_layouts.py), and the rest of the model (test_mesh_invariance.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ ONE = (1, 1, 1)
 def config(embed: int = 20, tied: bool = False, bias: bool = True, **changes: Any) -> ModelConfig:
     """Vocabulary and width that hardly any tp divides; large weights, so that errors show."""
     return ModelConfig(**{
-        "vocab_size": VOCAB, "embed_dim": embed, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
-        "mlp_dim": 24, "max_position": 64, "initializer_range": 0.4, "tie_embeddings": tied, "head_bias": bias,
+        "vocab_size": VOCAB, "embed_dim": embed, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 4, "mlp_dim": 24, "max_position": 64, "initializer_range": 0.4, "tie_embeddings": tied,
+        "head_bias": bias,
     } | changes)  # fmt: skip
 
 
