@@ -149,7 +149,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], wor
 
 
 @pytest.mark.parametrize(
-    "changes", [{"activation": "relu"}, {"qkv_bias": True}, {"attention_out_bias": True}]
+    "changes", [{"activation": "relu"}, {"qkv_bias": True}, {"attention_out_bias": True}, {"head_bias": True}]
 )
 def test_a_model_that_a_llama_config_cannot_describe_is_not_written_as_one(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a llama config.json cannot say"):

@@ -135,6 +135,8 @@ def test_more_than_the_context_holds_is_refused_with_what_would_fit() -> None:
         ([[1]], {"temperature": 1e300}, "temperature is 1e[+]300; it must be a number from 0 to 1e[+]30"),
         ([[1]], {"top_p": 1.5}, "top_p is 1.5"),
         ([[1]], {"top_p": -0.1}, "top_p is -0.1"),
+        ([[1]], {"min_p": 1.5}, "min_p is 1.5"),
+        ([[1]], {"min_p": -0.1}, "min_p is -0.1"),
         ([[1]], {"top_k": -2}, "top_k is -2"),
     ],
 )
@@ -150,7 +152,14 @@ def test_no_prompts_give_no_rows() -> None:
 
 
 def sampled(prompts: list[list[int]], seed: int, **settings: Any) -> list[list[int]]:
-    options = {"max_new_tokens": NEW, "temperature": 1.5, "top_k": 50, "top_p": 0.95, "seed": seed}
+    options = {
+        "max_new_tokens": NEW,
+        "temperature": 1.5,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "seed": seed,
+    }
     return generate(model(1, 1, 1), prompts, **(options | settings))
 
 
@@ -176,7 +185,7 @@ def test_a_top_k_beyond_the_vocabulary_changes_nothing() -> None:
 
 
 def test_settings_that_leave_one_id_are_greedy() -> None:
-    for settings in ({"top_k": 1}, {"top_p": 0.0}, {"temperature": 1e-9}):
+    for settings in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-9}):
         assert sampled(PROMPTS, seed=1, **settings) == greedy_rows()
 
 

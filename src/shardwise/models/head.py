@@ -114,9 +114,13 @@ class Columns:
     """Reductions over the vocabulary, of which this device holds `width` ids from `first` on."""
 
     def __init__(self, axes: tuple[str, ...], width: int):
-        self.axes = axes
+        self.axes, self.width = axes, width
         self.first = jax.lax.axis_index(axes) * width if axes else 0
-        self.ids = self.first + jnp.arange(width, dtype=jnp.int32)
+
+    @property
+    def ids(self) -> jax.Array:
+        """int32 [v]. Made where it is used: kept, it would be carried through loops."""
+        return self.first + jnp.arange(self.width, dtype=jnp.int32)
 
     def max(self, values: jax.Array) -> jax.Array:
         """[…, v] → […]."""

@@ -106,12 +106,11 @@ def _total(
             one_hot = (targets[..., None] == columns.ids).astype(wide)
             dlogits = normed * slope[..., None] - one_hot * weights[..., None]
             dx, dw = _products(place, dlogits.astype(x.dtype), shard.weight, x)
-            db = jnp.sum(dlogits, axis=(0, 1))
-            grown = tuple(old + new for old, new in zip(carry[1], (dw, db), strict=False))
-            return (loss, grown), dx
+            new = (dw,) if shard.bias is None else (dw, jnp.sum(dlogits, axis=(0, 1)))
+            return (loss, jax.tree.map(jnp.add, carry[1], new)), dx
 
-        sizes = (shard.weight.shape, shard.weight.shape[:1])[: len(values)]
-        start = (jnp.zeros((), wide), tuple(jnp.zeros(size, wide) for size in sizes))
+        sums = tuple(jnp.zeros(a.shape, wide) for a in (shard.weight, shard.bias) if a is not None)
+        start = (jnp.zeros((), wide), sums)
         chunks = in_chunks(shard.weight.shape[0], x, targets, weights)
         carry, dx = jax.lax.scan(one, start[: 1 + differentiate], chunks)
         loss = jax.lax.psum(carry[0], batch)
