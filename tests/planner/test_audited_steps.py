@@ -174,7 +174,7 @@ def test_logits_of_training_exist_for_one_chunk_and_one_shard(
         b for b in module.buffers() if vocab in b.shape and not table & set(b.shape) and b.dtype != "bool"
     ]
     assert max(b.bytes for b in logits) == rows * chunk * vocab * 4
-    over_tp = [c for c in module.collectives(mesh) if "_Terms" in c.cause and c.axes == ("tp",)]
+    over_tp = [c for c in module.collectives(mesh) if "Columns." in c.cause and c.axes == ("tp",)]
     assert {(c.payload, c.count) for c in over_tp} == {(rows * chunk * 4, -(-LENGTH // chunk))}
 
 

@@ -90,7 +90,7 @@ def computed(place: Placement, case: Case, given: dict[str, np.ndarray]) -> dict
 def check(case: Case) -> None:
     with jax.enable_x64(case.dtype == "float64"):
         place = case.placement()
-        assert place.plan[case.path].without_fsdp() == {
+        assert place.plan[case.path].at_use() == {
             "vocab": (("tp",), ()), "hidden": ((), ("tp",)), "replicated": ((), ())
         }[case.layout]  # fmt: skip
         given = case.inputs()
