@@ -25,7 +25,7 @@ from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh
 from shardwise.partition.plan import partition_spec
 from shardwise.partition.rows import put_rows
-from shardwise.partition.rules import Override
+from shardwise.partition.rules import Override, Rules
 from shardwise.steps import loss, sampling
 from shardwise.steps.loss import cross_entropy
 from shardwise.steps.sampling import SamplingParams
@@ -186,6 +186,20 @@ def test_a_head_that_an_override_cuts_in_any_way_is_right(spec: str, sizes: tupl
     for name in ("logits", "loss", "d_hidden", "d_weight", "d_bias", "nll"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-11, atol=1e-11, err_msg=name)
     np.testing.assert_array_equal(got["top_ids"], want["top_ids"][..., :TOP])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fsdp_may_cut_the_head_without_splitting_the_batch(layout: str) -> None:
+    case = Case(layout, (2, 2, 2), vocab=24, embed=12, rows=1, length=3, bias=True)
+    table = tuple((axis, ("dp",) if axis == "batch" else mesh) for axis, mesh in Rules().table)
+    with jax.enable_x64(True):
+        place = case.placement()
+        place = replace(place, plan=replace(place.plan, rules=Rules(table)))
+        assert place.plan[case.path].without_fsdp() != place.plan[case.path].spec
+        given = case.inputs()
+        want, got = case.reference(given, Z_LOSS), computed(place, case, given)
+    for name in ("logits", "loss", "d_hidden", "d_weight", "d_bias", "nll"):
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-11, atol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

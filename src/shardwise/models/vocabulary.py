@@ -19,7 +19,7 @@ from shardwise.partition.rules import Spec
 class VocabMatrix:
     """An embedding table or head [V, D] in the compute dtype, cut over V, over D or not at all.
 
-    Both dims may be padded at the end, with zeros.
+    Both dims may be padded at the end with zeros, whether for `tp` or for `fsdp`.
     """
 
     value: jax.Array
@@ -38,13 +38,12 @@ class VocabMatrix:
         Axes that split the batch cannot cut the matrix at use too and are gathered; so is D where V is cut as
         well.
         """
-        decision, batch = place.plan[path], place.plan.batch_axes()
-        stored = place.spread_spec(decision.spec)
+        batch, stored = place.plan.batch_axes(), place.spread_spec(place.plan[path].spec)
         vocab, contract = (tuple(axis for axis in axes if axis not in (*batch, "fsdp")) for axes in stored)
         contract = () if vocab else contract
         for dim in (0, 1):
             matrix = cls(value, vocab, contract, dim)
-            if matrix.spec == stored and "fsdp" in batch and decision.shape == decision.use_shape:
+            if matrix.spec == stored and "fsdp" in batch:
                 return cls(place.stored(path, value), vocab, contract, dim)
         return cls(place.constrain(place.weight(path, value), (vocab, contract)), vocab, contract)
 
