@@ -11,8 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.partition.constraints import Placement
-from shardwise.partition.plan import partition_spec
+from shardwise.partition.plan import Plan, partition_spec
 from shardwise.partition.rules import Spec
+
+
+def vocab_cut(plan: Plan, path: str) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
+    """Mesh axes (of more than one device) that cut V and D of a matrix at use, and the dim gathered inside.
+
+    Axes that split the batch cannot cut the matrix at use too and are gathered; so is D where V is cut as
+    well. None as the dim: what is stored otherwise is laid out anew before the shard_map.
+    """
+    stored = tuple(tuple(a for a in axes if plan.mesh.sizes[a] > 1) for axes in plan[path].spec)
+    vocab, contract = (tuple(a for a in axes if a not in (*plan.batch_axes(), "fsdp")) for axes in stored)
+    contract = () if vocab else contract
+    for dim, with_fsdp in enumerate((((*vocab, "fsdp"), contract), (vocab, (*contract, "fsdp")))):
+        if stored == with_fsdp and "fsdp" in plan.batch_axes():
+            return vocab, contract, dim
+    return vocab, contract, None
 
 
 @dataclass(frozen=True)
@@ -33,18 +48,10 @@ class VocabMatrix:
 
     @classmethod
     def of(cls, place: Placement, path: str, value: jax.Array) -> VocabMatrix:
-        """The parameter at `path`, which rules or an override may have cut in any way.
-
-        Axes that split the batch cannot cut the matrix at use too and are gathered; so is D where V is cut as
-        well.
-        """
-        batch, stored = place.plan.batch_axes(), place.spread_spec(place.plan[path].spec)
-        vocab, contract = (tuple(axis for axis in axes if axis not in (*batch, "fsdp")) for axes in stored)
-        contract = () if vocab else contract
-        for dim in (0, 1):
-            matrix = cls(value, vocab, contract, dim)
-            if matrix.spec == stored and "fsdp" in batch:
-                return cls(place.stored(path, value), vocab, contract, dim)
+        """The parameter at `path`, which rules or an override may have cut in any way; see vocab_cut."""
+        vocab, contract, gathered = vocab_cut(place.plan, path)
+        if gathered is not None:
+            return cls(place.stored(path, value), vocab, contract, gathered)
         return cls(place.constrain(place.weight(path, value), (vocab, contract)), vocab, contract)
 
     @property

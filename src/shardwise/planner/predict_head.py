@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.models.vocabulary import vocab_cut
 from shardwise.partition.plan import Decision
 from shardwise.planner.predict import Flops, Ledger, itemsize
 from shardwise.steps.loss import chunk_length
@@ -32,25 +33,12 @@ class _Matrix:
 
     @classmethod
     def of(cls, ledger: Ledger, d: Decision) -> _Matrix:
-        plan, batch = ledger.plan, ledger.plan.batch_axes()
-        stored = [ledger.spread(axes) for axes in d.spec]
-        vocab, contract = (
-            tuple(axis for axis in axes if axis not in (*batch, "fsdp")) for axes in stored
-        )  # fmt: skip
-        contract = () if vocab else contract
-        cuts = (vocab, contract)
-        inside = (
-            "fsdp" in batch
-            and d.shape == d.use_shape
-            and any(
-                all(ledger.spread((*cuts[i], "fsdp") if i == dim else cuts[i]) == stored[i] for i in (0, 1))
-                for dim in (0, 1)
-            )
-        )
-        v, w = d.use_shape
+        vocab, contract, gathered = vocab_cut(ledger.plan, d.path)
+        v, w = d.use_shape if gathered is None else d.shape
+        cut_by_fsdp = bool(ledger.spread(["fsdp"])) and any("fsdp" in axes for axes in d.spec)
         return cls(
-            d.path, vocab, contract, inside, v // plan.mesh.size(vocab), w // plan.mesh.size(contract),
-            any("fsdp" in axes for axes in stored),
+            d.path, vocab, contract, gathered is not None, v // ledger.plan.mesh.size(vocab),
+            w // ledger.plan.mesh.size(contract), cut_by_fsdp,
         )  # fmt: skip
 
 
