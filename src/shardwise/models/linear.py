@@ -6,6 +6,7 @@ partitioner. Not here: the form of a product that is fast (dense.py) and who pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardwise.models.dense import dense, operands
 from shardwise.partition.constraints import Placement, ProductSpecs, summed_together
 from shardwise.partition.padding import Padding
 from shardwise.partition.plan import Use, partition_spec
+from shardwise.partition.rules import Spec
 
 PRODUCT = "product"
 """Name of the products with kernels, for rematerialisation."""
@@ -117,59 +119,72 @@ def _products(
     pairs = list(zip(linears, repeats, strict=True))
     specs = tuple(linear.specs(place, repeat) for linear, repeat in pairs)
     ready = tuple(linear.at_use(place, k, r) for (linear, r), k in zip(pairs, kernels, strict=True))
-    # Held to its own cut first: the kernels' must not reach back into what made it.
-    x = place.activation(linears[0].use.takes, x)
     paths = tuple(linear.path + "kernel" for linear in linears)
     axes = summed_together(place.plan, paths, tuple(repeat is not None for repeat in repeats))
+    # An operand is held to its own cut first: the kernel's must not reach back into what made it.
     if axes:
-        ys = _summed(place, specs, axes, place.constrain(x, specs[0].operand), ready)
+        x = place.activation(linears[0].use.takes, x)
+        shared = _Shared(place, specs, axes, place.plan.activation(linears[0].use.takes))
+        ys = _summed(shared, x, ready)
     else:
         ys = tuple(
-            dense(place.constrain(x, s.operand), k, linear.use.num_inputs, place.on_cpu and s.flat)
+            dense(
+                place.constrain(place.activation(linear.use.takes, x), s.operand),
+                k, linear.use.num_inputs, place.on_cpu and s.flat,
+            )
             for s, k, linear in zip(specs, ready, linears, strict=True)
-        )
+        )  # fmt: skip
     return tuple(
         place.result(s, linear.use.gives, y) for s, y, linear in zip(specs, ys, linears, strict=True)
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _summed(
-    place: Placement,
-    specs: tuple[ProductSpecs, ...],
-    axes: tuple[str, ...],
-    x: jax.Array,
-    kernels: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Products of x [B, T, D] with kernels [outputs…, D] whose outputs are cut over `axes`."""
-    return tuple(
-        dense(x, kernel, 1, place.on_cpu and s.flat) for s, kernel in zip(specs, kernels, strict=True)
-    )
+@dataclass(frozen=True)
+class _Shared:
+    """Kernels of one operand whose outputs are cut over the same axes."""
+
+    place: Placement
+    specs: tuple[ProductSpecs, ...]
+    axes: tuple[str, ...]
+    """Mesh axes over which the operand's gradient is made in parts."""
+    takes: Spec
+    """How the operand lies as an activation."""
+
+    def product(self, which: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """One of the products, of the operand as it lies as an activation."""
+        x = self.place.constrain(x, self.specs[which].operand)
+        return dense(x, kernel, 1, self.place.on_cpu and self.specs[which].flat)
+
+    def scattered_dim(self) -> int | None:
+        """The dim of the operand that lies cut over `axes`, so that each device needs its part of the sum."""
+        operand = self.specs[0].operand
+        for dim, (cut, used) in enumerate(zip(self.takes, operand, strict=True)):
+            if cut == (*used, *self.axes):
+                return dim
+        return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(shared: _Shared, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Products of x [B, T, D] with kernels [outputs…, D]."""
+    return tuple(shared.product(i, x, kernel) for i, kernel in enumerate(kernels))
 
 
 def _summed_forward(
-    place: Placement,
-    specs: tuple[ProductSpecs, ...],
-    axes: tuple[str, ...],
-    x: jax.Array,
-    kernels: tuple[jax.Array, ...],
+    shared: _Shared, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    return _summed(place, specs, axes, x, kernels), (x, kernels)
+    return _summed(shared, x, kernels), (x, kernels)
 
 
 def _summed_backward(
-    place: Placement,
-    specs: tuple[ProductSpecs, ...],
-    axes: tuple[str, ...],
-    saved: tuple[jax.Array, tuple[jax.Array, ...]],
-    gradients: tuple[jax.Array, ...],
+    shared: _Shared, saved: tuple[jax.Array, tuple[jax.Array, ...]], gradients: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    x, kernels = saved
+    (x, kernels), place, specs = saved, shared.place, shared.specs
     gradients = tuple(place.constrain(g, s.product) for g, s in zip(gradients, specs, strict=True))
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dim = shared.scattered_dim()
 
-    def kernel_gradient(s: ProductSpecs, kernel: jax.Array, g: jax.Array) -> jax.Array:
-        (dw,) = jax.vjp(lambda k: dense(x, k, 1, place.on_cpu and s.flat), kernel)[1](g)
+    def kernel_gradient(which: int) -> jax.Array:
+        (dw,) = jax.vjp(lambda k: shared.product(which, x, k), kernels[which])[1](gradients[which])
         return dw
 
     def local(gradients: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...]) -> jax.Array:
@@ -178,9 +193,11 @@ def _summed_backward(
             flat = kernel.reshape(-1, kernel.shape[-1])
             g = jax.lax.optimization_barrier(g.reshape(*g.shape[:2], flat.shape[0]))
             g, flat = operands(place.on_cpu, g.shape[0] * g.shape[1], g, flat)
-            contracted = (((2,), (0,)), ((), ()))
-            total += jax.lax.dot_general(g, flat, contracted, preferred_element_type=wide)
-        return jax.lax.psum(total, axes).astype(x.dtype)
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            total += jax.lax.dot_general(g, flat, (((2,), (0,)), ((), ())), preferred_element_type=wide)
+        if dim is None:
+            return jax.lax.psum(total, shared.axes).astype(x.dtype)
+        return jax.lax.psum_scatter(total, shared.axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
     dx = jax.shard_map(
         local,
@@ -189,10 +206,10 @@ def _summed_backward(
             tuple(partition_spec(s.product) for s in specs),
             tuple(partition_spec(s.kernel) for s in specs),
         ),
-        out_specs=partition_spec(specs[0].operand),
+        out_specs=partition_spec(specs[0].operand if dim is None else shared.takes),
         check_vma=False,
     )(gradients, kernels)
-    return dx, tuple(kernel_gradient(*of) for of in zip(specs, kernels, gradients, strict=True))
+    return dx, tuple(kernel_gradient(i) for i in range(len(kernels)))
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
