@@ -360,7 +360,7 @@ class _Decider:
 
     def _activation(self, name: str) -> ActivationDecision:
         axes = ACTIVATIONS[name]
-        asked, spec, notes = self.rules.activation(name), [], []
+        asked, spec, notes = self.asked.activation(name), [], []
         for axis, mesh_axes in zip(axes, asked, strict=True):
             size = self.config.embed_dim if axis == "embed" else self.padding.physical.get(axis)
             if axis in self.uncut and mesh_axes:
