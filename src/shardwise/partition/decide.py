@@ -212,7 +212,7 @@ class _Decider:
             spec.append(kept)
         notes = self._padding_notes(param, use_shape, spec, cuts or self.cuts) + notes
         if self.head_note and decided_by.startswith("head layout"):
-            notes.insert(0, self.head_note)
+            notes = [self.head_note, *(note for note in notes if note != self.head_note)]
         shape = list(use_shape)
         if "fsdp" in flat:
             notes += self._place_fsdp(param, spec, shape, wanted)

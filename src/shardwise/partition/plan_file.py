@@ -77,8 +77,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             file.write("\n")
     except FileExistsError:
         raise ConfigError(f"plan file {path} exists already; name another or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"plan file {path} cannot be written: {error.strerror}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # also no such user, a zero byte
+        raise ConfigError(f"plan file {path} cannot be written: {_why(error)}") from None
 
 
 def read_plan_file(path: str | Path) -> dict[str, Any]:
@@ -88,9 +88,11 @@ def read_plan_file(path: str | Path) -> dict[str, Any]:
         ConfigError: unreadable, or not a plan file of this version.
     """
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"plan file {path} cannot be read: {error.strerror}") from None
+        read = Path(path).expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"plan file {path} cannot be read: {_why(error)}") from None
+    try:
+        content = json.loads(read)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"plan file {path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -177,6 +179,10 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             if name in other:
                 found += _unlike(name, mine[name], other[name])
     return found
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _unlike(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
