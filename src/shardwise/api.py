@@ -99,6 +99,9 @@ def plan(
     return plan_model(config, spec, rules, [Override.parse(text) for text in overrides], head_layout)
 
 
+_plan = plan  # load() has an argument of that name
+
+
 @dataclass(frozen=True)
 class Model:
     """A model on a mesh."""
@@ -263,7 +266,10 @@ def load(
     compute_dtype: str = "float32",
     param_dtype: str | None = None,
     devices: Sequence[Any] | None = None,
+    rules: Rules | str | None = None,
     overrides: Iterable[str] = (),
+    head_layout: HeadLayout | None = None,
+    plan: Plan | None = None,
     stacked: bool = False,
     task: str = "generate",
 ) -> Model:
@@ -275,7 +281,8 @@ def load(
         compute_dtype: of activations and of weights at use.
         param_dtype: of the parameters as held; None keeps the checkpoint's.
         devices: those of the mesh; default all.
-        overrides: `REGEX=SPEC` strings.
+        rules, overrides, head_layout: see plan().
+        plan: how to cut it, instead of mesh, rules, overrides and head_layout.
         stacked: hold all layers in one array (training) instead of one array per layer (generation).
 
     Raises:
@@ -283,7 +290,17 @@ def load(
     """
     checkpoint = open_model(model)
     config = config_from_hf(checkpoint.hf_config)
-    the_plan = plan(config, resolve_mesh(mesh, task, devices), overrides=overrides)
-    device_mesh = build_mesh(the_plan.mesh, devices)
-    params = load_params(checkpoint, the_plan, device_mesh, param_dtype, stacked)
-    return Model(checkpoint, the_plan, device_mesh, params, compute_dtype)
+    if plan is None:
+        plan = _plan(
+            config, resolve_mesh(mesh, task, devices), rules=rules, overrides=overrides,
+            head_layout=head_layout,
+        )  # fmt: skip
+    elif mesh is not None or rules is not None or overrides or head_layout is not None:
+        raise ConfigError(
+            "load: give either plan or mesh, rules, overrides and head_layout; a plan has all four"
+        )
+    elif plan.config != config:
+        raise ConfigError(f"load: the plan is for another model than {model}; plan this one")
+    device_mesh = build_mesh(plan.mesh, devices)
+    params = load_params(checkpoint, plan, device_mesh, param_dtype, stacked)
+    return Model(checkpoint, plan, device_mesh, params, compute_dtype)

@@ -31,83 +31,86 @@ def run(*argv: str, **keywords: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+EVAL = ["eval", "m", "--perplexity", __file__]
+
+
 @pytest.fixture
-def fake_info(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], int]], None]:
-    """Function: puts `work` in the place of what `shardwise info` does."""
+def fake_eval(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], int]], None]:
+    """Function: puts `work` in the place of what `shardwise eval` does."""
 
     def replace(work: Callable[[object], int]) -> None:
-        module = types.ModuleType("shardwise.planner.info")
+        module = types.ModuleType("shardwise.evaluation.perplexity")
         module.run = work  # type: ignore[attr-defined]
-        import shardwise.planner
+        import shardwise.evaluation
 
-        monkeypatch.setitem(sys.modules, "shardwise.planner.info", module)
-        monkeypatch.setattr(shardwise.planner, "info", module, raising=False)
+        monkeypatch.setitem(sys.modules, "shardwise.evaluation.perplexity", module)
+        monkeypatch.setattr(shardwise.evaluation, "perplexity", module, raising=False)
 
     return replace
 
 
-def test_the_verbs_exit_code_is_the_commands(fake_info, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs_exit_code_is_the_commands(fake_eval, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
-    fake_info(lambda options: seen.append(options) or 7)
-    assert main(["info", "m", "--mesh", "1,1,2"]) == 7
+    fake_eval(lambda options: seen.append(options) or 7)
+    assert main([*EVAL, "--mesh", "1,1,2"]) == 7
     assert (seen[0].model, seen[0].mesh) == ("m", "1,1,2")
 
 
-def test_devices_are_chosen_before_the_verb_works(fake_info, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_chosen_before_the_verb_works(fake_eval, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     monkeypatch.setattr("shardwise.runtime.memory.tune_malloc", lambda: order.append("malloc"))
     monkeypatch.setattr("shardwise.runtime.devices.configure_devices", lambda spec: order.append(spec))
     monkeypatch.setattr("shardwise.runtime.distributed.initialize", lambda *given: order.append(given))
     monkeypatch.setattr("shardwise.runtime.compile_cache.enable_compile_cache", lambda: order.append("cache"))
-    fake_info(lambda options: order.append("work") or 0)
-    assert main(["info", "m", "--mesh", "1,1,8", "--devices", "cpu:8"]) == 0
-    assert order == ["malloc", "cpu:8", "cache", "work"]
+    fake_eval(lambda options: order.append("work") or 0)
+    assert main([*EVAL, "--mesh", "1,1,8", "--devices", "cpu:8"]) == 0
+    assert order == ["malloc", "cpu:8", (None, None, None), "cache", "work"]
     order.clear()
     start(EvalOptions(model="m", perplexity="f", coordinator="h:1", num_processes=2, process_id=1))
     assert order == ["malloc", None, ("h:1", 2, 1), "cache"]
 
 
 def test_an_unused_accelerator_is_warned_of_unless_devices_were_named(
-    fake_info, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_eval, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_info(lambda options: 0)
+    fake_eval(lambda options: 0)
     monkeypatch.setattr("shardwise.runtime.devices.accelerator_hint", lambda: "a GPU is idle")
     monkeypatch.setattr("shardwise.runtime.compile_cache.enable_compile_cache", lambda: None)
     monkeypatch.setattr("shardwise.runtime.memory.tune_malloc", lambda: None)
-    main(["info", "m"])
+    main(EVAL)
     assert capsys.readouterr().err == "warning: a GPU is idle\n"
-    main(["info", "m", "--mesh", "1,1,8", "--devices", "cpu:8"])
+    main([*EVAL, "--mesh", "1,1,8", "--devices", "cpu:8"])
     assert capsys.readouterr().err == ""
 
 
-def test_a_users_mistake_is_one_line_and_exit_code_2(fake_info, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mistake_is_one_line_and_exit_code_2(fake_eval, capsys: pytest.CaptureFixture[str]) -> None:
     def work(options: object) -> int:
         raise MeshError("3 devices do not make 2 rows; use --mesh 1,3,1")
 
-    fake_info(work)
-    assert main(["info", "m"]) == 2
+    fake_eval(work)
+    assert main(EVAL) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "error: 3 devices do not make 2 rows; use --mesh 1,3,1\n"
-    assert main(["info", "m", "--debug"]) == 2
+    assert main([*EVAL, "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_of_ours_keeps_its_traceback(fake_info) -> None:
+def test_a_bug_of_ours_keeps_its_traceback(fake_eval) -> None:
     def work(options: object) -> int:
         raise AssertionError("broken invariant")
 
-    fake_info(work)
+    fake_eval(work)
     with pytest.raises(AssertionError, match="broken invariant"):
-        main(["info", "m"])
+        main(EVAL)
 
 
-def test_an_interrupt_is_exit_code_130(fake_info, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_exit_code_130(fake_eval, capsys: pytest.CaptureFixture[str]) -> None:
     def work(options: object) -> int:
         raise KeyboardInterrupt
 
-    fake_info(work)
-    assert main(["info", "m"]) == 130
+    fake_eval(work)
+    assert main(EVAL) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

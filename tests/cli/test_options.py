@@ -88,7 +88,7 @@ def test_no_prompt_and_too_much_context_are_refused() -> None:
         (generate(top_k=5), "--top-k has no effect with --temperature 0"),
         (generate(seed=5), "--seed has no effect with --temperature 0"),
         (ConvertOptions(model="m", out="o", devices="cpu:8"), "--devices has no effect without --mesh"),
-        (InfoOptions(model="m", override=("a=tp",)), "--override has no effect without --mesh"),
+        (ConvertOptions(model="m", out="o", rules="tp"), "--rules has no effect without --mesh"),
     ],
 )
 def test_a_combination_without_sense_is_refused_with_the_flags(options: Options, words: str) -> None:
@@ -107,7 +107,6 @@ def test_a_combination_without_sense_is_refused_with_the_flags(options: Options,
         EvalOptions(model="m", perplexity="f", length=8, context=7),
         generate(temperature=0.5, top_p=0.5, min_p=0.1, top_k=3, seed=1),
         ConvertOptions(model="m", out="o", mesh="1,1,2", devices="cpu:2"),
-        InfoOptions(model="m", mesh="1,1,2", devices="cpu:2"),
     ],
 )
 def test_a_sensible_combination_passes(options: Options) -> None:

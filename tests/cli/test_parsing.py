@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.cli.convert import ConvertOptions
 from shardwise.cli.eval import EvalOptions
+from shardwise.cli.explain import ExplainOptions
 from shardwise.cli.finetune import FinetuneOptions
 from shardwise.cli.generate import GenerateOptions
 from shardwise.cli.info import InfoOptions
@@ -17,7 +18,15 @@ from shardwise.cli.pretrain import PretrainOptions
 from shardwise.cli.schema import fields_of
 from shardwise.errors import ConfigError
 
-ALL = [FinetuneOptions, PretrainOptions, EvalOptions, GenerateOptions, ConvertOptions, InfoOptions]
+ALL = [
+    FinetuneOptions,
+    PretrainOptions,
+    EvalOptions,
+    GenerateOptions,
+    ConvertOptions,
+    ExplainOptions,
+    InfoOptions,
+]
 
 
 @pytest.fixture
@@ -257,7 +266,7 @@ def test_the_example_of_the_help_is_a_valid_command(
     import shlex
 
     monkeypatch.setattr("shardwise.cli.options.require_input", lambda *_: None)
-    for verb in ("finetune", "pretrain", "eval", "generate", "convert", "info"):
+    for verb in ("finetune", "pretrain", "eval", "generate", "convert", "explain", "info"):
         monkeypatch.setattr(f"shardwise.cli.{verb}.require_model", lambda *_: None)
     monkeypatch.setattr("shardwise.cli.eval.require_input", lambda *_: None)
     program, verb, *argv = shlex.split(cls.example)

@@ -25,7 +25,11 @@ def change(file: Path, **changes: object) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
     assert main(["generate", str(folder), *words, "--max-new-tokens", "2", "--mesh", "1,1,8"]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("mesh ")]
+    error = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith(("mesh ", "head layout "))
+    ]
     assert len(error) == 1, error
     return error[0]
 

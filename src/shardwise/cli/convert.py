@@ -1,4 +1,4 @@
-"""`shardwise convert`: its options; the work itself is checkpoints/convert.py."""
+"""`shardwise convert`: read a model of any known format and write a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class ConvertOptions(MeshOptions):
 
     def _check_combination(self, given: frozenset[str]) -> None:
         if self.mesh is None:
-            refuse_without_effect(given, ("devices", "override"), "without --mesh", "add --mesh SPEC")
+            names = ("devices", "rules", "override")
+            refuse_without_effect(given, names, "without --mesh", "add --mesh SPEC")
         super()._check_combination(given)
 
     def check_paths(self) -> None:
@@ -37,6 +38,20 @@ class ConvertOptions(MeshOptions):
 def run(options: ConvertOptions) -> int:
     """Converts; returns the exit code."""
     start(options)
-    from shardwise.checkpoints import convert
+    from shardwise.api import load, open_model
+    from shardwise.families import config_from_hf
+    from shardwise.planner.choose import plan_for
+    from shardwise.steps.workload import Workload
 
-    return convert.run(options)
+    dtype = None if options.dtype == "keep" else options.dtype
+    config = config_from_hf(open_model(options.model).hf_config)
+    # All fsdp by default: every device reads its part; how the head is cut makes no difference here.
+    the_plan = plan_for(
+        options, config, "train", lambda mesh: Workload("logits", mesh.dp * mesh.fsdp, 1), lambda _: None
+    )
+    model = load(options.model, plan=the_plan)
+    model.export(options.out, dtype)
+    print(
+        f"wrote {options.out}: {model.config.family}, {len(model.params):,} arrays, {dtype or 'dtypes kept'}"
+    )
+    return 0

@@ -21,7 +21,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "eval": ("EvalOptions", "measure a model's perplexity on a text"),
     "generate": ("GenerateOptions", "continue prompts, or answer them as a chat assistant"),
     "convert": ("ConvertOptions", "write a model of any known format as a Hugging Face folder"),
-    "info": ("InfoOptions", "say what a model is made of and how a mesh cuts it"),
+    "explain": ("ExplainOptions", "say how a mesh cuts every tensor, why, and what that costs"),
+    "info": ("InfoOptions", "say what a model is made of"),
 }
 """Verb → (its class of options in the module of the verb's name, one line for the help)."""
 

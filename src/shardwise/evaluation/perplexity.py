@@ -119,26 +119,34 @@ def measure(
 
 def run(options: EvalOptions) -> int:
     """`shardwise eval`; returns the exit code."""
-    from shardwise.api import load
+    from shardwise.api import load, open_model
     from shardwise.data.text import read_documents
     from shardwise.errors import ConfigError
+    from shardwise.families import config_from_hf
+    from shardwise.planner.choose import plan_for
 
     def say(text: str) -> None:
         if is_main_process():
             print(text, flush=True)
 
     texts = read_documents([options.perplexity], text_field=options.text_field).documents
-    model = load(
-        options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override,
-        stacked=True,
+    config = config_from_hf(open_model(options.model).hf_config)
+    the_plan = plan_for(
+        options, config, "score",
+        lambda mesh: Workload(
+            "score", round_up(options.batch, mesh.dp * mesh.fsdp), min(options.length, config.max_position),
+            compute_dtype=options.compute_dtype,
+        ),
+        say,
     )  # fmt: skip
-    tokenizer, config = model.tokenizer, model.config
+    model = load(options.model, plan=the_plan, compute_dtype=options.compute_dtype, stacked=True)
+    tokenizer = model.tokenizer
     length = min(options.length, config.max_position)
     if length < options.length:
         say(f"--length {options.length} is above the model's context: windows of {length} tokens")
     if options.context > length:
         raise ConfigError(f"--context {options.context} is above the model's context of {length}")
-    default = " (default: all tp)" if options.mesh is None else ""
+    default = " (default: all tp)" if options.mesh is None and options.plan is None else ""
     say(f"mesh {model.plan.mesh}{default}")
     ids = tokenize_texts(tokenizer, texts)
     prefix = prefix_token(tokenizer)

@@ -19,18 +19,33 @@ def run(options: GenerateOptions) -> int:
     """Generate; returns the exit code."""
     import sys
 
-    from shardwise.api import load
+    from shardwise.api import load, open_model
+    from shardwise.families import config_from_hf
+    from shardwise.partition.padding import round_up
+    from shardwise.planner.choose import plan_for
     from shardwise.runtime.distributed import is_main_process
     from shardwise.serving.generate import Sampling, stream
+    from shardwise.steps.workload import Workload
 
-    model = load(
-        options.model, mesh=options.mesh, compute_dtype=options.compute_dtype, overrides=options.override
-    )  # fmt: skip
     quiet = not is_main_process()
-    if not quiet:
-        print(
-            f"mesh {model.plan.mesh}{' (default: all tp)' if options.mesh is None else ''}", file=sys.stderr
-        )
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr)
+
+    config = config_from_hf(open_model(options.model).hf_config)
+    the_plan = plan_for(
+        options, config, "decode",
+        lambda mesh: Workload(
+            "decode", round_up(len(options.prompt), mesh.dp * mesh.fsdp), 1, capacity=config.max_position,
+            compute_dtype=options.compute_dtype, choose="sample" if options.temperature else "greedy",
+        ),
+        say,
+    )  # fmt: skip
+    say(
+        f"mesh {the_plan.mesh}{' (default: all tp)' if options.mesh is None and options.plan is None else ''}"
+    )
+    model = load(options.model, plan=the_plan, compute_dtype=options.compute_dtype)
     prompts = [encode_prompt(model.tokenizer, text, options.chat) for text in options.prompt]
     stops = stop_ids(model, options.stop_token)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)

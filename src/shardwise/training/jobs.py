@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise.api import Model, open_model, plan, resolve_mesh
+from shardwise.api import Model, open_model
 from shardwise.checkpoints import native
 from shardwise.checkpoints.load import load_params
 from shardwise.checkpoints.reader import Checkpoint
@@ -29,8 +29,11 @@ from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseE
 from shardwise.evaluation.perplexity import Perplexity, measure, prefix_token, tokenize_texts
 from shardwise.families import config_from_hf
 from shardwise.models.flops import parameter_count, train_flops_per_token
+from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.padding import round_up
 from shardwise.partition.plan import Plan
 from shardwise.partition.rows import local_rows, put_rows
+from shardwise.planner.choose import plan_for
 from shardwise.runtime.distributed import is_main_process
 from shardwise.runtime.peak import peak_flops
 from shardwise.steps.build import Step, build_step
@@ -82,9 +85,9 @@ def _run(
 
     # The plan comes first: everything after it follows it.
     config = config_from_hf(source.hf_config)
-    mesh_spec = resolve_mesh(options.mesh, "train")
-    the_plan = plan(config, mesh_spec, overrides=options.override)
-    say(f"mesh {mesh_spec}" + (" (default for training: all fsdp)" if options.mesh is None else ""))
+    the_plan = plan_for(options, config, "train", lambda mesh: _head_workload(options, mesh), say)
+    default = options.mesh is None and options.plan is None
+    say(f"mesh {the_plan.mesh}" + (" (default for training: all fsdp)" if default else ""))
     say(f"{options.model}: {parameter_count(the_plan):,} parameters, {options.param_dtype} held,"
         f" {options.compute_dtype} compute")  # fmt: skip
 
@@ -290,6 +293,16 @@ def _loop(
             if pause:
                 reporter.restart_clock()
     return state
+
+
+def _head_workload(options: TrainingOptions, mesh: MeshSpec) -> Workload:
+    """The step that the head layout is chosen for; a batch that does not fit the mesh is refused later."""
+    accum = options.grad_accum_steps
+    batch = round_up(options.global_batch, mesh.dp * mesh.fsdp * accum)
+    return Workload(
+        "train", batch, options.length, compute_dtype=options.compute_dtype,
+        param_dtype=options.param_dtype, grad_accum_steps=accum,
+    )  # fmt: skip
 
 
 @jax.jit

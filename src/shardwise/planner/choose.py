@@ -1,0 +1,105 @@
+"""From a command's options to its Plan: mesh, rules, head layout or a plan file.
+
+Every command that takes a mesh comes through here, so that its options mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardwise.api import plan, resolve_mesh
+from shardwise.models.config import ModelConfig
+from shardwise.models.parameters import plan_model
+from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.plan import Plan
+from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan, save_plan
+from shardwise.partition.rules import HeadLayout, Override
+from shardwise.planner.hardware import DEVICES, Device
+from shardwise.planner.head_choice import HeadChoice, choose_head_layout
+from shardwise.steps.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.cli.options import MeshOptions
+
+Say = Callable[[str], None]
+
+
+def plan_for(
+    options: MeshOptions,
+    config: ModelConfig,
+    task: str,
+    workload: Callable[[MeshSpec], Workload],
+    say: Say,
+    devices: Sequence[Any] | None = None,
+) -> Plan:
+    """The plan that a command's options ask for, on the devices that there are.
+
+    Args:
+        task: for the default mesh: `train` is all fsdp, others all tp.
+        workload: the step that the head layout is chosen for, on a resolved mesh.
+        say: prints a line.
+        devices: default all.
+
+    Raises:
+        ConfigError, MeshError: options that this model and these devices cannot follow.
+    """
+    content = None if options.plan is None else read_plan_file(options.plan)
+    asked: str | MeshSpec | None = options.mesh
+    if asked is None and content is not None:
+        asked = mesh_of(content, options.plan or "")
+    mesh = resolve_mesh(asked, task, devices)
+    if devices is None:
+        import jax
+
+        devices = jax.devices()
+    device = DEVICES.get(devices[0].platform, DEVICES["cpu"])
+    return plan_on(options, config, mesh, workload(mesh), device, say)
+
+
+def plan_on(
+    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device, say: Say
+) -> Plan:
+    """The same on a given mesh, whether or not it is there; saves the plan where that is asked for."""
+    if options.plan is not None:
+        content = read_plan_file(options.plan)
+        made = restore_plan(
+            content, options.plan, config, mesh,
+            lambda rules, overrides, layout: plan_model(config, mesh, rules, overrides, layout),
+        )  # fmt: skip
+    else:
+        choice = head_choice(options, config, mesh, workload, device)
+        layout = _layout(options) if choice is None else choice.layout
+        made = _make(options, config, mesh, layout)
+        if choice is not None:
+            say(choice.summary())
+    for note in made.notes:
+        say(f"note: {note}")
+    if options.save_plan is not None:
+        save_plan(made, options.save_plan)
+        say(f"wrote {options.save_plan}")
+    return made
+
+
+def head_choice(
+    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device
+) -> HeadChoice | None:
+    """The comparison behind `--head-layout auto`; None where there is nothing to choose.
+
+    There is not with a layout asked for, a tp of one, rules that leave tp out, or an override on the head.
+    """
+    if options.head_layout != "auto" or mesh.tp == 1:
+        return None
+    base = _make(options, config, mesh, None)
+    overridden = any(Override.parse(text).matches(base.head_path) for text in options.override)
+    if overridden or "tp" not in base.rules.mesh_axes("vocab"):
+        return None
+    return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, device)
+
+
+def _layout(options: MeshOptions) -> HeadLayout | None:
+    return None if options.head_layout == "auto" else options.head_layout
+
+
+def _make(options: MeshOptions, config: ModelConfig, mesh: MeshSpec, layout: HeadLayout | None) -> Plan:
+    return plan(config, mesh, rules=options.rules, overrides=options.override, head_layout=layout)

@@ -1,0 +1,180 @@
+"""`shardwise explain`: from its options to what it prints.
+
+Not here: the numbers (explain.py, audit.py) and their tables (explain_view.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ConfigError
+from shardwise.models.config import ModelConfig
+from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.plan import Decision, Plan
+from shardwise.partition.plan_file import differences, mesh_of, read_plan_file
+from shardwise.partition.rules import Override, Spec
+from shardwise.planner import explain_view as view
+from shardwise.planner.audit import audit
+from shardwise.planner.choose import head_choice, plan_on
+from shardwise.planner.explain import explain
+from shardwise.planner.hardware import DEVICES
+from shardwise.steps.optimizer import OptimizerConfig
+from shardwise.steps.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.cli.explain import ExplainOptions
+
+DEFAULT_SEQ = 2048
+"""Tokens a sequence where none are given."""
+
+
+def run(options: ExplainOptions) -> int:
+    """Print the explanation; returns the exit code."""
+    from shardwise.api import open_model, resolve_mesh
+    from shardwise.families import config_from_hf
+
+    name = options.model[0]
+    config = config_from_hf(open_model(name).hf_config)
+    mesh = _mesh(options)
+    if options.needs_devices:
+        mesh = resolve_mesh(mesh, options.task)
+    workload = workload_of(options, config, mesh)
+    console = view.console()
+    quiet = options.json == "-"
+    choice = head_choice(options, config, mesh, workload, DEVICES["tpu"]) if options.plan is None else None
+    plan = plan_on(options, config, mesh, workload, DEVICES["tpu"], lambda _: None)
+    explanation = explain(plan, workload)
+    if options.json is not None:
+        text = json.dumps(explanation.to_json(name), indent=1)
+        if quiet:
+            print(text)
+            return 0
+        Path(options.json).expanduser().write_text(text + "\n", encoding="utf-8")
+    if options.tensor is not None:
+        view.tensors(console, explanation, matching(plan, options.tensor))
+    elif options.swap is not None:
+        view.swap(console, explanation, explain(swapped(plan, options.swap), workload), options.swap)
+        if options.audit:
+            view.audited(console, audit(swapped(plan, options.swap), workload), "with the swap, compiled")
+    else:
+        view.overview(console, name, explanation, choice)
+    if options.audit:
+        view.audited(console, audit(plan, workload), "compiled")
+    for path in (options.json, options.save_plan):
+        if path is not None:
+            console.print(f"wrote {path}", markup=False)
+    return 0
+
+
+def diff(first: str, second: str) -> int:
+    """Print what sets two plan files apart; returns 0 if nothing, else 1, as `diff` does."""
+    found = differences(read_plan_file(first), read_plan_file(second))
+    for line in found or ["no difference"]:
+        print(line)
+    return int(bool(found))
+
+
+def workload_of(options: ExplainOptions, config: ModelConfig, mesh: MeshSpec) -> Workload:
+    """The step that the options describe."""
+    seq = options.seq or min(DEFAULT_SEQ, config.max_position)
+    if seq > config.max_position:
+        raise ConfigError(f"--seq is {seq}, more than the model's context of {config.max_position}")
+    batch = options.batch or mesh.dp * mesh.fsdp * options.grad_accum_steps
+    cached = options.task in ("prefill", "decode")
+    return Workload(
+        options.task, batch, 1 if options.task == "decode" else seq, capacity=seq if cached else 0,
+        compute_dtype=options.compute_dtype, param_dtype=options.param_dtype, remat=options.remat,
+        grad_accum_steps=options.grad_accum_steps, choose=options.choose,
+        optimizer=OptimizerConfig() if options.task == "train" else None,
+    )  # fmt: skip
+
+
+def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
+    """Paths that a regular expression finds.
+
+    Raises:
+        ConfigError: none.
+    """
+    found = tuple(path for path in plan.paths if re.search(pattern, path))
+    if not found:
+        near = get_close_matches(pattern, plan.paths, n=1, cutoff=0.3)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise ConfigError(f"--tensor {pattern!r} matches no tensor{hint}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Move:
+    path: str
+    axis: str
+    spec: Spec
+
+
+def swapped(plan: Plan, text: str) -> Plan:
+    """The same plan with one mesh axis of one tensor on another dim.
+
+    Args:
+        text: `PATH` or `PATH:axis`, PATH being part of one tensor's path; the axis is `tp` if the tensor is
+            cut over it, else the only one.
+
+    Raises:
+        ConfigError: PATH finds none or several, the axis does not cut it, or no other dim can take it.
+    """
+    from shardwise.models.parameters import plan_model
+
+    move = _move(plan, text)
+    spec = ",".join(f"({','.join(axes)})" if axes else "None" for axes in move.spec)
+    override = Override.parse(f"^{re.escape(move.path)}$={spec}")
+    layout = None if move.path == plan.head_path else plan.head_asked
+    return plan_model(plan.config, plan.mesh, plan.rules, (override, *plan.overrides), layout)
+
+
+def _move(plan: Plan, text: str) -> _Move:
+    name, _, axis = text.partition(":")
+    axis = "tp" if axis == "mp" else axis
+    found = [path for path in plan.paths if name == path] or [path for path in plan.paths if name in path]
+    kernels = [path for path in found if len(plan[path].axes) - plan[path].stacked > 1]
+    if len(kernels) != 1:
+        near = get_close_matches(name, plan.paths, n=1, cutoff=0.3)
+        what = f"finds {', '.join(kernels)}; name one" if kernels else "finds no matrix"
+        hint = f"; nearest: {near[0]}" if near and not kernels else ""
+        raise ConfigError(f"--swap {text!r} {what}{hint}")
+    d = plan[kernels[0]]
+    cutting = [a for axes in d.spec for a in axes if plan.mesh.sizes[a] > 1]
+    if not axis:
+        axis = "tp" if "tp" in cutting else cutting[0] if len(cutting) == 1 else ""
+    if axis not in cutting:
+        cut = ", ".join(cutting) or "no axis"
+        raise ConfigError(f"--swap {text!r}: {d.path} is cut over {cut}; name one of these, as PATH:AXIS")
+    source = next(i for i, axes in enumerate(d.spec) if axis in axes)
+    for dim in _other_dims(d, source):
+        size = plan.mesh.size((*d.spec[dim], axis))
+        if d.use_shape[dim] % size == 0:
+            spec = [tuple(a for a in axes if a != axis) for axes in d.spec]
+            # tp outside fsdp, as the rules place them: the parts of tp then stay together.
+            spec[dim] = (axis, *spec[dim]) if axis == "tp" else (*spec[dim], axis)
+            return _Move(d.path, axis, tuple(spec))
+    raise ConfigError(
+        f"--swap {text!r}: no other dim of {d.path} is divided by {axis} {plan.mesh.sizes[axis]}"
+    )
+
+
+def _other_dims(d: Decision, source: int) -> list[int]:
+    """Dims that could take the axis: those on the other side of the product first."""
+    split = len(d.axes) - d.use.num_inputs if d.use.kind == "kernel" else len(d.axes) - 1
+    first = int(d.stacked)
+    outputs, inputs = list(range(first, split)), list(range(split, len(d.axes)))
+    sides = (inputs, outputs) if source < split else (outputs, inputs)
+    return [dim for side in sides for dim in side if dim != source]
+
+
+def _mesh(options: ExplainOptions) -> MeshSpec:
+    if options.mesh is not None:
+        return MeshSpec.parse(options.mesh)
+    assert options.plan is not None
+    return mesh_of(read_plan_file(options.plan), options.plan)
