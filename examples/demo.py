@@ -9,8 +9,10 @@ not do themselves.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,9 +24,11 @@ OUT = Path("demo-out")
 QUESTION = "In one sentence: what is a Python generator?"
 HELD_OUT_CHARACTERS = 18_000  # a little over 4,096 tokens
 STEPS, BATCH, LENGTH = 10, 4, 256
+LAYOUT_TOKENS = 24
 SECONDS = {
     "plan": 5,
-    "answers": 50,
+    "answers": 30,
+    "layouts": 30,
     "finetune": 170,
     "after": 30,
 }  # on two cores; the rest is scaled as it goes
@@ -94,6 +98,41 @@ def same_answer(model: str) -> None:
         sys.exit(1)
 
 
+def head_layouts(model: str) -> None:
+    """The output head cut three ways: what a token moves by prediction, how long it takes, and the answer."""
+    from shardwise import generate, load
+    from shardwise.planner.predict import predict
+    from shardwise.serving.command import encode_prompt
+    from shardwise.serving.generate import Sampling, stream
+    from shardwise.steps.workload import Workload
+
+    loaded = {
+        layout: load(model, mesh="dp:1,fsdp:1,tp:2", head_layout=layout)
+        for layout in ("replicated", "hidden", "vocab")
+    }
+    ids = encode_prompt(loaded["vocab"].tokenizer, QUESTION, chat=True)
+    answers = {
+        layout: generate(m, [ids], max_new_tokens=LAYOUT_TOKENS) for layout, m in loaded.items()
+    }  # compiles
+    gaps: dict[str, list[float]] = {layout: [] for layout in loaded}
+    for _ in range(2):  # in turn, so that a slow moment does not strike one layout alone
+        for layout, m in loaded.items():
+            times = [time.perf_counter() for _ in stream(m, [ids], 1 + LAYOUT_TOKENS // 2, Sampling(), ())]
+            gaps[layout] += [after - before for before, after in itertools.pairwise(times)]
+    print(f"{'head layout':12} {'bytes moved a token':>20} {'ms a token':>11}   same tokens")
+    for layout, m in loaded.items():
+        collectives = predict(m.plan, Workload("decode", batch=1, length=1, capacity=128)).collectives
+        moved = sum(c.moved(m.plan.mesh) for c in collectives)
+        same = "yes" if answers[layout] == answers["replicated"] else "NO"
+        milliseconds = 1e3 * statistics.median(gaps[layout])
+        print(f"{layout:12} {moved:20,.0f} {milliseconds:11.1f}   {same}", flush=True)
+    print("predicted bytes are those that a device sends; ms: the median of 24 tokens, measured now")
+    print("replicated: both devices compute every logit; hidden: each a part of every one, then summed;")
+    print("vocab: each the logits of half the ids, of which only the best are compared")
+    if any(answer != answers["replicated"] for answer in answers.values()):
+        sys.exit(1)
+
+
 def main() -> None:
     """Run all parts."""
     shutil.rmtree(OUT, ignore_errors=True)
@@ -101,13 +140,16 @@ def main() -> None:
     model, tuned = find_model(), str(OUT / "tuned")
 
     part("plan", "1. How would the model be cut on four devices? From shapes alone, no weights read")
-    run("info", "smollm2-135m", "--mesh", "dp:1,fsdp:2,tp:2")
+    run("explain", "smollm2-135m", "--mesh", "dp:1,fsdp:2,tp:2")
 
     part("answers", "2. The same answer on one device and on two (simulated here)")
     configure_devices("cpu:2")
     same_answer(model)
 
-    part("finetune", "3. Fine-tune on a mesh of two devices; held-out text before and after")
+    part("layouts", "3. The output head cut three ways over the two devices")
+    head_layouts(model)
+
+    part("finetune", "4. Fine-tune on a mesh of two devices; held-out text before and after")
     train, held_out = write_texts()
     run(
         "finetune", model, "--data", train, "--eval-data", held_out, "--steps", str(STEPS),
@@ -123,7 +165,7 @@ def main() -> None:
         f" on the same {tokens:,} tokens"
     )
 
-    part("after", "4. The same prompt before and after")
+    part("after", "5. The same prompt before and after")
     prompt = "The with statement"
     for name, path in (("before", model), ("after", tuned)):
         print(f"[{name}]", flush=True)
@@ -146,7 +188,7 @@ def main() -> None:
     print("Try next:")
     print(f'  .venv/bin/shardwise generate {tuned} --chat "What does the yield keyword do?"')
     print(f"  .venv/bin/shardwise eval {tuned} --perplexity {held_out}")
-    print("  .venv/bin/shardwise info llama3-70b --mesh dp:1,fsdp:64,tp:8")
+    print("  .venv/bin/shardwise explain llama3-70b --mesh dp:1,fsdp:64,tp:8")
     print(f"  .venv/bin/shardwise convert {tuned} {OUT}/tuned-bf16 --dtype bfloat16")
 
 
