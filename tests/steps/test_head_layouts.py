@@ -25,7 +25,7 @@ from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh
 from shardwise.partition.plan import partition_spec
 from shardwise.partition.rows import put_rows
-from shardwise.partition.rules import Override, Rules
+from shardwise.partition.rules import Override
 from shardwise.steps import loss, sampling
 from shardwise.steps.loss import cross_entropy
 from shardwise.steps.sampling import SamplingParams
@@ -191,11 +191,12 @@ def test_a_head_that_an_override_cuts_in_any_way_is_right(spec: str, sizes: tupl
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fsdp_may_cut_the_head_without_splitting_the_batch(layout: str) -> None:
     case = Case(layout, (2, 2, 2), vocab=24, embed=12, rows=1, length=3, bias=True)
-    table = tuple((axis, ("dp",) if axis == "batch" else mesh) for axis, mesh in Rules().table)
     with jax.enable_x64(True):
         place = case.placement()
-        place = replace(place, plan=replace(place.plan, rules=Rules(table)))
-        assert place.plan[case.path].without_fsdp() != place.plan[case.path].spec
+        split = [replace(a, spec=(("dp",), *a.spec[1:])) for a in place.plan.activations]
+        place = replace(place, plan=replace(place.plan, activations=tuple(split)))
+        assert place.plan.batch_axes() == ("dp",)
+        assert place.plan[case.path].at_use() != place.plan[case.path].spec
         given = case.inputs()
         want, got = case.reference(given, Z_LOSS), computed(place, case, given)
     for name in ("logits", "loss", "d_hidden", "d_weight", "d_bias", "nll"):

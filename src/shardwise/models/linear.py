@@ -155,11 +155,12 @@ class _Shared:
         x = self.place.constrain(x, self.specs[which].operand)
         return dense(x, kernel, 1, self.place.on_cpu and self.specs[which].flat)
 
-    def scattered_dim(self) -> int | None:
+    def scattered_dim(self, shape: tuple[int, ...]) -> int | None:
         """The dim of the operand that lies cut over `axes`, so that each device needs its part of the sum."""
+        parts = self.place.plan.mesh.size(self.axes)
         operand = self.specs[0].operand
         for dim, (cut, used) in enumerate(zip(self.takes, operand, strict=True)):
-            if cut == (*used, *self.axes):
+            if cut == (*used, *self.axes) and shape[dim] % parts == 0:
                 return dim
         return None
 
@@ -181,7 +182,7 @@ def _summed_backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     (x, kernels), place, specs = saved, shared.place, shared.specs
     gradients = tuple(place.constrain(g, s.product) for g, s in zip(gradients, specs, strict=True))
-    dim = shared.scattered_dim()
+    dim = shared.scattered_dim(x.shape)
 
     def kernel_gradient(which: int) -> jax.Array:
         (dw,) = jax.vjp(lambda k: shared.product(which, x, k), kernels[which])[1](gradients[which])
