@@ -26,9 +26,9 @@ CONFIGS = [
     ]
 ]  # fmt: skip
 POLICIES = st.dictionaries(
-    st.sampled_from(sorted(DEFAULT_POLICY)), st.sampled_from(["pad", "replicate", "error"]), max_size=3
+    st.sampled_from(sorted(DEFAULT_POLICY)), st.sampled_from(["pad", "replicate", "error"]), max_size=2
 )
-PARAMS = st.dictionaries(st.sampled_from(sorted(DEFAULT_PARAMS)), MESH_AXES, max_size=4)
+PARAMS = st.dictionaries(st.sampled_from(sorted(DEFAULT_PARAMS)), MESH_AXES, max_size=3)
 
 
 @st.composite
@@ -44,20 +44,22 @@ def activations(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-def overrides() -> st.SearchStrategy[list[str]]:
+def maybe_an_override() -> st.SearchStrategy[list[str]]:
     patterns = st.sampled_from(
         ["embed/table", "lm_head", "k_proj/kernel", "mlp/.*kernel", "norm", ".*", "w1"]
     )
     entry = st.sampled_from(["None", "tp", "fsdp", "dp", "(tp,fsdp)", "(dp,tp)", "mp"])
     spec = st.one_of(st.just("whole"), st.lists(entry, min_size=1, max_size=4).map(",".join))
-    return st.lists(st.builds("{}={}".format, patterns, spec), max_size=1)
+    one = st.builds("{}={}".format, patterns, spec).map(lambda text: [text])
+    return st.one_of(st.just([]), st.just([]), one)  # most are refused, and the rest should be seen too
 
 
+OVERRIDE = maybe_an_override()
 MESHES = st.builds(MeshSpec, *[st.integers(1, 5)] * 3)
 LAYOUTS = st.sampled_from([None, None, "vocab", "hidden", "replicated"])
 
 
-@given(st.sampled_from(CONFIGS), MESHES, PARAMS, activations(), POLICIES, overrides(), overrides(), LAYOUTS)
+@given(st.sampled_from(CONFIGS), MESHES, PARAMS, activations(), POLICIES, OVERRIDE, OVERRIDE, LAYOUTS)
 @settings(max_examples=400)
 def test_any_rules_give_a_sound_plan_or_one_line_of_refusal(
     config: ModelConfig,
