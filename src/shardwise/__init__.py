@@ -11,8 +11,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardwise.api import Model, load, open_model, plan
+    from shardwise.planner.audit import audit
+    from shardwise.planner.explain import explain
     from shardwise.serving.generate import generate
     from shardwise.steps.build import build_step
+    from shardwise.steps.optimizer import OptimizerConfig
     from shardwise.steps.workload import Workload
 
 _HOMES = {
@@ -20,12 +23,26 @@ _HOMES = {
     "load": "shardwise.api",
     "open_model": "shardwise.api",
     "plan": "shardwise.api",
+    "explain": "shardwise.planner.explain",
+    "audit": "shardwise.planner.audit",
     "generate": "shardwise.serving.generate",
     "build_step": "shardwise.steps.build",
+    "OptimizerConfig": "shardwise.steps.optimizer",
     "Workload": "shardwise.steps.workload",
 }
 
-__all__ = ["Model", "Workload", "build_step", "generate", "load", "open_model", "plan"]
+__all__ = [
+    "Model",
+    "OptimizerConfig",
+    "Workload",
+    "audit",
+    "build_step",
+    "explain",
+    "generate",
+    "load",
+    "open_model",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ def plan(*texts: str, fsdp: int = 2, tp: int = 2) -> Plan:
         ("mlp/down_proj=P(('fsdp','mp'),None)", "mlp/down_proj", (("fsdp", "tp"), ())),
         ("mlp/down_proj=None,(fsdp,tp)", "mlp/down_proj", ((), ("fsdp", "tp"))),
         ("mlp/down_proj=P(None, None,)", "mlp/down_proj", ((), ())),
-        ("mlp/down_proj = P ( 'tp' , None )", "mlp/down_proj ", (("tp",), ())),
+        ("mlp/down_proj = P ( 'tp' , None )", "mlp/down_proj", (("tp",), ())),
         (".*norm.*=None", ".*norm.*", ((),)),
         ("(?P<x>gate|up)_proj=tp,None", "(?P<x>gate|up)_proj", (("tp",), ())),
     ],

@@ -186,8 +186,8 @@ def test_a_rules_table_that_contradicts_itself_is_refused(table: Any, words: str
 
 def test_an_axis_that_does_not_divide_a_dim_which_is_never_padded_is_refused() -> None:
     words = (
-        "layers/attn/k_proj/bias: dim head_dim of 8 is not divided by dp = 3,"
-        " and only heads, kv_heads, mlp and vocab"
+        "layers/attn/k_proj/bias, by rules kv_heads→tp, head_dim→dp: dim head_dim of 8 is not divided by"
+        " dp = 3, and its policy is error"
     )
     with pytest.raises(ConfigError, match=words):
         plan_model(config(), MeshSpec(dp=3), with_rule("head_dim", "dp"))

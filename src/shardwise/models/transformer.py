@@ -15,24 +15,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from shardwise.models.attention import Kernel, Visibility, attention
 from shardwise.models.cache import KVCache, write_rows
 from shardwise.models.config import ModelConfig
-from shardwise.models.dense import dense
 from shardwise.models.head import Head, head_logits
+from shardwise.models.linear import PRODUCT, Declare, Linear, project
 from shardwise.models.positions import rotate, rotation
 from shardwise.models.vocabulary import VocabMatrix, look_up
-from shardwise.partition.constraints import Placement, ProductSpecs
+from shardwise.partition.constraints import Placement
 from shardwise.partition.padding import Padding
 from shardwise.partition.plan import Use
 
 Remat = Literal["none", "dots", "full"]
 """What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
-
-_PRODUCT = "product"
-"""Name of the products with kernels, for rematerialisation."""
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu": jax.nn.relu}
 
@@ -50,28 +46,6 @@ def _normed(x: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-class Declare:
-    """Makes parameters of the padded sizes, with their logical axes, under one path prefix."""
-
-    def __init__(self, padding: Padding, prefix: str = "", stacked: bool = False):
-        self.padding, self.prefix, self.stacked = padding, prefix, stacked
-
-    def below(self, name: str, stacked: bool | None = None) -> Declare:
-        """The same one level further down."""
-        return Declare(self.padding, f"{self.prefix}{name}/", self.stacked if stacked is None else stacked)
-
-    def param(self, *axes: str, use: Use, init: str = "normal") -> nnx.Param:
-        """A parameter with these logical axes (behind `layers` where layers are stacked), not yet drawn."""
-        axes = ("layers", *axes) if self.stacked else axes
-        return nnx.Param(
-            jnp.zeros(self.padding.use_shape(axes)),
-            out_sharding=axes,
-            eager_sharding=False,
-            init=init,
-            use=use,
-        )
-
-
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
@@ -81,56 +55,6 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
         return _normed(x, self.eps) * place.weight(self.path + "scale", self.scale[...])
-
-
-class Linear(nnx.Module):
-    """A projection from the dims `inputs` to the dims `outputs`, with an optional bias added once, after any
-    reduction over `tp`. The kernel lies as Hugging Face's does, [outputs…, inputs…]."""
-
-    def __init__(
-        self, declare: Declare, inputs: tuple[str, ...], outputs: tuple[str, ...], bias: bool,
-        takes: str, gives: str,
-    ):  # fmt: skip
-        self.path, self.use = declare.prefix, Use("kernel", takes, gives, len(inputs))
-        self.kernel = declare.param(*outputs, *inputs, use=self.use)
-        bias_axes = ("vector",) if outputs == ("embed",) else outputs
-        self.bias = declare.param(*bias_axes, init="zeros", use=Use("bias", gives=gives)) if bias else None
-
-    def __call__(self, place: Placement, x: jax.Array, repeat: jax.Array | None = None) -> jax.Array:
-        """Project `x`, the activation that this kernel takes, [B, T, inputs…] to the one that it gives,
-        [B, T, outputs…].
-
-        Args:
-            repeat: int32 [K]: which of the stored kv heads (first output dim) each slot takes; None for as
-                stored.
-        """
-        product = jax.checkpoint(partial(self._product, place), prevent_cse=False)
-        y = checkpoint_name(product(x, self.kernel[...], repeat), _PRODUCT)
-        if self.bias is None:
-            return y
-        bias = place.weight(self.path + "bias", self.bias[...])
-        return y + (bias if repeat is None else jnp.take(bias, repeat, axis=0))
-
-    def _product(
-        self, place: Placement, x: jax.Array, kernel: jax.Array, repeat: jax.Array | None
-    ) -> jax.Array:
-        """Without the bias, from the kernel as it is stored.
-
-        Operands and result are held to what the kernel's cut asks for, so that no choice is left to the
-        partitioner: see ProductSpecs.
-
-        What is made of the kernel (cast, gathered over `fsdp`) is made again in the backward pass: kept, it
-        would be every layer's whole weights at once.
-        """
-        path = self.path + "kernel"
-        kernel = place.weight(path, kernel)
-        specs = ProductSpecs.of(place.plan, path, repeated=repeat is not None)
-        if repeat is not None:
-            kernel = place.constrain(jnp.take(kernel, repeat, axis=0), specs.kernel)
-        # Held to its own cut first: the kernel's must not reach back into what made it.
-        x = place.constrain(place.activation(self.use.takes, x), specs.operand)
-        y = dense(x, kernel, self.use.num_inputs, place.on_cpu and specs.flat)
-        return place.result(specs, self.use.gives, y)
 
 
 class Attention(nnx.Module):
@@ -158,7 +82,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Attend; `cached` (keys, values [B, S, K, E], starts [B]) takes the new keys and values first."""
         repeat = jnp.asarray(self.heads.kv_of_slot) if self.heads.repeat > 1 else None
-        q, k, v = self.q_proj(place, x), self.k_proj(place, x, repeat), self.v_proj(place, x, repeat)
+        q, k, v = project(place, x, (self.q_proj, None), (self.k_proj, repeat), (self.v_proj, repeat))
         q, k = rotate(q, turn), rotate(k, turn)
         updated = None
         if cached is not None:
@@ -183,7 +107,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(declare.below("down_proj"), ("mlp",), ("embed",), bias, *narrow)
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        gate, up = self.gate_proj(place, x), self.up_proj(place, x)
+        gate, up = project(place, x, (self.gate_proj, None), (self.up_proj, None))
         return self.down_proj(place, _gated(self.activation, gate, up))
 
 
@@ -326,7 +250,7 @@ def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
         return body
     policies = jax.checkpoint_policies
     # By name: a policy on primitives does not reach into the checkpoint around each product.
-    policy = {"dots": policies.save_only_these_names(_PRODUCT), "full": policies.nothing_saveable}[remat]
+    policy = {"dots": policies.save_only_these_names(PRODUCT), "full": policies.nothing_saveable}[remat]
     return jax.checkpoint(
         body, policy=policy, prevent_cse=False
     )  # inside a scan nothing can be merged anyway

@@ -5,6 +5,7 @@ Not here: which spec a parameter has (plan.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -57,6 +58,23 @@ class ProductSpecs:
         rows = tuple(tuple(axis for axis in axes if axis not in used) for axes in gives[:2])
         flat = not any(outputs[1:]) and not any(inputs[1:])
         return cls(kernel, (*rows, *inputs), (*rows, *outputs), flat, any(inputs))
+
+
+def summed_together(plan: Plan, paths: Sequence[str], repeated: Sequence[bool]) -> tuple[str, ...]:
+    """Mesh axes over which kernels of one operand make its gradient in parts, if all do so alike; else ().
+
+    Args:
+        paths: of kernels that take the same activation [B, T, D].
+        repeated: for each, whether its kv heads are repeated at use.
+    """
+    specs = [ProductSpecs.of(plan, path, r) for path, r in zip(paths, repeated, strict=True)]
+    outputs = {
+        tuple(sorted(a for axes in s.kernel[:-1] for a in axes if plan.mesh.sizes[a] > 1)) for s in specs
+    }
+    alike = len(outputs) == 1 and len({s.operand for s in specs}) == 1 and not any(s.reduced for s in specs)
+    if len(paths) < 2 or not alike or any(plan[path].use.num_inputs != 1 for path in paths):
+        return ()
+    return outputs.pop()
 
 
 @dataclass(frozen=True)

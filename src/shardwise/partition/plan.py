@@ -151,8 +151,11 @@ class Plan:
 
     @property
     def head_layout(self) -> HeadLayout:
-        """How the output head is cut at use."""
-        return layout_of(self[self.head_path].at_use())
+        """How the output head is cut at use, where no axis that splits the batch cuts it."""
+        batch = self.batch_axes()
+        return layout_of(
+            tuple(tuple(a for a in axes if a not in batch) for axes in self[self.head_path].at_use())
+        )
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

@@ -15,11 +15,12 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
-from shardwise.partition.mesh import MeshSpec
+from shardwise.partition.mesh import AXES, MeshSpec
 from shardwise.partition.plan import Plan
-from shardwise.partition.rules import HeadLayout, Override, Rules, Spec
+from shardwise.partition.rules import HeadLayout, Override, Rules, Spec, spec_text
 
 FORMAT = "shardwise-plan-1"
+_PARTS = ("model", "mesh", "rules", "parameters", "activations")
 _MOST_DIFFERENCES = 8
 
 MakePlan = Callable[[Rules, Sequence[Override], "HeadLayout | None"], Plan]
@@ -76,8 +77,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             file.write("\n")
     except FileExistsError:
         raise ConfigError(f"plan file {path} exists already; name another or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"plan file {path} cannot be written: {error.strerror}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # also no such user, a zero byte
+        raise ConfigError(f"plan file {path} cannot be written: {_why(error)}") from None
 
 
 def read_plan_file(path: str | Path) -> dict[str, Any]:
@@ -87,25 +88,41 @@ def read_plan_file(path: str | Path) -> dict[str, Any]:
         ConfigError: unreadable, or not a plan file of this version.
     """
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"plan file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+        read = Path(path).expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"plan file {path} cannot be read: {_why(error)}") from None
+    try:
+        content = json.loads(read)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"plan file {path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(f"{path} is no plan file of this version (format {FORMAT}); save the plan again")
-    missing = [key for key in ("model", "mesh", "rules", "parameters", "activations") if key not in content]
+    missing = [key for key in _PARTS if key not in content]
     if missing:
         raise ConfigError(f"plan file {path} has no {', '.join(missing)}; save the plan again")
+    for key in _PARTS:
+        inner = content[key].values() if isinstance(content[key], dict) else [None]
+        if not isinstance(content[key], dict) or (
+            key in ("parameters", "activations") and not all(isinstance(entry, dict) for entry in inner)
+        ):
+            raise ConfigError(
+                f"plan file {path}: {key} is not a table of what it should hold; save the plan again"
+            )
     return content
 
 
 def mesh_of(content: Mapping[str, Any], path: str | Path) -> MeshSpec:
     """The mesh of a plan file."""
-    try:
-        return MeshSpec(**content["mesh"])
-    except TypeError as error:
-        raise ConfigError(f"plan file {path}: mesh {content['mesh']!r} cannot be read: {error}") from None
+    saved = content["mesh"]
+    wrong = set(saved) - {*AXES, "split_physical"} or [
+        axis for axis in AXES if type(saved.get(axis, 1)) is not int or saved.get(axis, 1) < 1
+    ]
+    if wrong or not isinstance(saved.get("split_physical", False), bool):
+        raise ConfigError(
+            f"plan file {path}: mesh {json.dumps(saved)} cannot be read; it has a size of at least 1 for"
+            f" each of {', '.join(AXES)}, and split_physical"
+        )
+    return MeshSpec(**saved)
 
 
 def restore_plan(
@@ -122,16 +139,22 @@ def restore_plan(
             that its rules give; the differences are named.
     """
     wrong = [*_unlike("model", content["model"], _plain(asdict(config)))]
-    wrong += _unlike("mesh", {k: content["mesh"].get(k) for k in mesh.sizes}, mesh.sizes)
+    wrong += _unlike("mesh", {axis: content["mesh"].get(axis) for axis in mesh.sizes}, mesh.sizes)
     if wrong:
         raise ConfigError(f"plan file {path} does not fit: {_listed(wrong)}; make a plan for this one")
     try:
         rules = _rules(content["rules"])
         overrides = [Override.parse(text) for text in content.get("overrides", [])]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"plan file {path}: its rules cannot be read: {error!r}") from None
-    plan = make(rules, overrides, content.get("head_layout"))
-    wrong = differences(content, to_json(plan))
+    except ConfigError as error:
+        raise ConfigError(f"plan file {path}: {error}") from None
+    try:
+        plan = make(rules, overrides, content.get("head_layout"))
+    except ConfigError as error:
+        raise ConfigError(f"plan file {path}: {error}") from None
+    made = to_json(plan)
+    wrong = differences(content, made | {"mesh": content["mesh"]})  # how devices are laid out changes no cut
     if wrong:
         raise ConfigError(
             f"plan file {path} says otherwise than its own rules and overrides: {_listed(wrong)}; change"
@@ -142,11 +165,11 @@ def restore_plan(
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What sets two plan files apart, a line each; `x → y` is what the first and the second say."""
-    found = _unlike("model", a["model"], b["model"]) + _unlike("mesh", a["mesh"], b["mesh"])
-    for key in ("rules", "overrides", "head_layout"):
-        if key == "rules":
-            found += _unlike("rules", a[key], b[key])
-        elif a.get(key) != b.get(key):
+    found: list[str] = []
+    for key in ("model", "mesh", "rules"):
+        found += _unlike(key, a[key], b[key])
+    for key in ("overrides", "head_layout", "notes"):
+        if a.get(key) != b.get(key):
             found.append(f"{key}: {_text(a.get(key))} → {_text(b.get(key))}")
     for kind in ("parameters", "activations"):
         mine, other = a[kind], b[kind]
@@ -158,20 +181,26 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def _unlike(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    keys = [*a, *(key for key in b if key not in a)]
-    return [
-        f"{name} {key}: {_text(a.get(key))} → {_text(b.get(key))}" for key in keys if a.get(key) != b.get(key)
-    ]
+    """A line for each key, at any depth, of which the two say different things."""
+    found: list[str] = []
+    for key in [*a, *(key for key in b if key not in a)]:
+        one, other = a.get(key), b.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _unlike(f"{name} {key}", one, other)
+        elif one != other:
+            found.append(f"{name} {key}: {_text(one)} → {_text(other)}")
+    return found
 
 
 def _text(value: Any) -> str:
     """A spec as users write it, anything else as JSON."""
     if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
-        entries = [
-            "None" if not axes else axes[0] if len(axes) == 1 else f"({','.join(axes)})" for axes in value
-        ]
-        return ",".join(entries)
+        return spec_text(tuple(tuple(map(str, axes)) for axes in value))
     return json.dumps(value, ensure_ascii=False)
 
 

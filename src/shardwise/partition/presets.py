@@ -5,13 +5,13 @@ Not here: what a rule says (rules.py) and applying it to tensors (plan.py).
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.partition.mesh import _ALIASES
-from shardwise.partition.rules import DEFAULT_PARAMS, Override, Rules, Spec
+from shardwise.partition.rules import DEFAULT_PARAMS, Override, Rules, Spec, nearest
 
 # The regular expressions of EasyLM's LLaMA (get_partition_rules), whose kernels lie [in, out]; ours lie
 # [out…, in…]. Its head's rule is the `vocab` head layout.
@@ -60,54 +60,78 @@ def load_rules(text: str) -> Rules:
     """
     if text in PRESETS:
         return PRESETS[text]
-    path = Path(text).expanduser()
-    if path.suffix.lower() not in (".yaml", ".yml") and not path.exists():
-        near = get_close_matches(text, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    if not text.lower().endswith((".yaml", ".yml")) and not _is_file(text):
         raise ConfigError(
-            f"no rules are named {text!r}; there are {', '.join(PRESETS)}, or name a .yaml file{hint}"
+            f"no rules are named {text!r}; there are {', '.join(PRESETS)}, or name a .yaml file"
+            f"{nearest(text, PRESETS)}"
         )
     try:
-        return _from_yaml(path)
+        return _from_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{text}: {error}") from None
 
 
-def _from_yaml(path: Path) -> Rules:
-    import yaml
-
+def _is_file(text: str) -> bool:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot be read: {' '.join(str(error).split())}") from None
+        path = Path(text).expanduser()
+        return path.exists() and not path.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
+        return False
+
+
+def _from_yaml(text: str) -> Rules:
+    content = _content(text)
     if not isinstance(content, dict):
         raise ConfigError(_FORM)
     for key in content:
         if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"unknown key {key!r}; {_FORM}{hint}")
+            raise ConfigError(f"unknown key {key!r}; {_FORM}{nearest(str(key), _KEYS)}")
     base = content.get("preset", "fsdp+tp")
-    if base not in PRESETS:
-        raise ConfigError(f"preset is {base!r}; there are {', '.join(PRESETS)}")
-    overrides = content.get("overrides") or []
+    if base not in list(PRESETS):
+        raise ConfigError(f"preset is {base!r}; there are {', '.join(PRESETS)}{nearest(str(base), PRESETS)}")
+    overrides = content.get("overrides")
+    overrides = [] if overrides is None else overrides
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise ConfigError(f"overrides is {overrides!r}; give a list of REGEX=SPEC texts")
     params = {name: _axes(name, value) for name, value in _mapping(content, "params").items()}
-    for name in params:
-        if name not in DEFAULT_PARAMS:
-            near = get_close_matches(name, DEFAULT_PARAMS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"params: no parameter has a logical axis {name!r}{hint}")
     activations = {name: _spec(name, value) for name, value in _mapping(content, "activations").items()}
     policy = _mapping(content, "policy")
     return PRESETS[base].changed(
-        params, activations, policy, [Override.parse(text) for text in overrides], name=path.name
+        params, activations, policy, [Override.parse(text) for text in overrides], name=Path(text).name
     )
 
 
+def _content(text: str) -> Any:
+    """What a YAML file holds; a key that stands twice, of which YAML would keep the last, is refused."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(Path(text).expanduser().read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        inner = [value for _, value in root.value] if isinstance(root, yaml.MappingNode) else []
+        for node in (root, *inner):
+            if isinstance(node, yaml.MappingNode):
+                _refuse_twice((key.value, key.start_mark.line + 1) for key, _ in node.value)
+        return None if root is None else loader.construct_document(root)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RuntimeError, yaml.YAMLError) as error:  # also bad dates, no such user, deep nesting
+        raise ConfigError(f"cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _refuse_twice(keys: Iterable[tuple[Any, int]]) -> None:
+    found: dict[str, int] = {}
+    for key, line in keys:
+        if str(key) in found:
+            raise ConfigError(
+                f"key {key!r} stands in line {found[str(key)]} and again in line {line}; keep one"
+            )
+        found[str(key)] = line
+
+
 def _mapping(content: dict[str, Any], key: str) -> dict[str, Any]:
-    value = content.get(key) or {}
+    value = content.get(key)
+    value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{key} is {value!r}; {_FORM}")
     return value

@@ -72,7 +72,11 @@ class Override:
     spec: Spec | None
     """None leaves every dim whole, whatever the rank."""
     text: str = ""
-    """As the user wrote it, for messages."""
+    """As the user wrote it, for messages and plan files."""
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            object.__setattr__(self, "text", f"{self.pattern}={spec_text(self.spec)}")
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -83,6 +87,7 @@ class Override:
             ConfigError: no `=`, a broken regex, an unknown axis, or one axis on two dims.
         """
         pattern, equals, body = text.rpartition("=")
+        pattern = pattern.strip()  # no path has spaces
         if not equals or not pattern:
             raise ConfigError(f"override {text!r} has no REGEX=SPEC form; example: mlp/down_proj=tp,fsdp")
         try:
@@ -113,10 +118,17 @@ class Rules:
     """Tried in order before `params`; unlike a user's, one that matches no parameter is no error."""
 
     def __post_init__(self) -> None:
-        names = [logical for logical, _ in self.params]
+        for what, table in (("logical axis", self.params), ("activation", self.activations)):
+            names = [name for name, _ in table]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{what} {twice!r} has more than one rule; keep one")
         for logical, mesh_axes in self.params:
-            if names.count(logical) > 1:
-                raise ConfigError(f"logical axis {logical!r} has more than one rule; keep one")
+            if logical not in DEFAULT_PARAMS:
+                raise ConfigError(
+                    f"no parameter has a logical axis {logical!r}; there are"
+                    f" {', '.join(DEFAULT_PARAMS)}{nearest(logical, DEFAULT_PARAMS)}"
+                )
             _check_axes(f"rule {logical!r} → {mesh_axes!r}", mesh_axes)
         for name, spec in self.activations:
             self._check_activation(name, spec)
@@ -130,8 +142,8 @@ class Rules:
 
     @cached_property
     def policy_of(self) -> dict[str, Policy]:
-        """Logical axis → policy."""
-        return dict(self.policy)
+        """Logical axis → policy; the default's where none is given."""
+        return DEFAULT_POLICY | dict(self.policy)
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that cut `logical`; an axis without a rule is an error, never quietly whole."""
@@ -145,7 +157,7 @@ class Rules:
         """Mesh axes that cut each dim of a named activation, before sizes are looked at.
 
         Where the table does not name it: the batch as `tokens` (by itself over dp and fsdp), heads and mlp as
-        the parameters' are, all else whole.
+        the parameters' are at use (over dp and fsdp those are gathered before), all else whole.
         """
         table = dict(self.activations)
         if name in table:
@@ -153,7 +165,8 @@ class Rules:
         batch = table["tokens"][0] if "tokens" in table else _BATCH
         fixed = {"batch": batch, "length": (), "embed": ()}
         return tuple(
-            fixed[axis] if axis in fixed else self.axes_of.get(axis, ()) for axis in ACTIVATIONS[name]
+            fixed[axis] if axis in fixed else tuple(a for a in self.axes_of.get(axis, ()) if a not in _BATCH)
+            for axis in ACTIVATIONS[name]
         )
 
     def changed(
@@ -176,7 +189,7 @@ class Rules:
 
     def _check_activation(self, name: str, spec: Spec) -> None:
         if name not in ACTIVATIONS:
-            extra = "; the cut of logits is --head-layout" if name == "logits" else ""
+            extra = "; the cut of logits is --head-layout" if name == "logits" else nearest(name, ACTIVATIONS)
             raise ConfigError(f"no activation is named {name!r}; there are {', '.join(ACTIVATIONS)}{extra}")
         dims = ACTIVATIONS[name]
         if len(spec) != len(dims):
@@ -194,7 +207,10 @@ class Rules:
 
     def _check_policy(self, axis: str, policy: str) -> None:
         if axis not in DEFAULT_POLICY:
-            raise ConfigError(f"no policy can be set for {axis!r}; there are {', '.join(DEFAULT_POLICY)}")
+            near = nearest(axis, DEFAULT_POLICY)
+            raise ConfigError(
+                f"no policy can be set for {axis!r}; there are {', '.join(DEFAULT_POLICY)}{near}"
+            )
         allowed = tuple(
             p
             for p in get_args(Policy)
@@ -206,12 +222,25 @@ class Rules:
 
 def _check_axes(what: str, mesh_axes: tuple[str, ...]) -> None:
     if any(axis not in AXES for axis in mesh_axes):
-        near = get_close_matches(next(a for a in mesh_axes if a not in AXES), AXES, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{what}: give a tuple of different mesh axes out of {', '.join(AXES)}{hint}")
+        near = nearest(next(a for a in mesh_axes if a not in AXES), AXES, cutoff=0.3)
+        raise ConfigError(f"{what}: give a tuple of different mesh axes out of {', '.join(AXES)}{near}")
     twice = next((axis for axis in mesh_axes if mesh_axes.count(axis) > 1), None)
     if twice:
         raise ConfigError(f"{what} uses mesh axis {twice!r} twice; give a tuple of different mesh axes")
+
+
+def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message: `; did you mean 'mlp'?`, or nothing."""
+    near = get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def spec_text(spec: Spec | None) -> str:
+    """A spec as users write it in an override."""
+    if spec is None:
+        return "whole"
+    entries = [",".join(axes) or "None" for axes in spec]
+    return ",".join(f"({e})" if "," in e else e for e in entries)
 
 
 _ITEM = r"(?:\([\w\s,]*\)|\w+)"  # the axes of one dim

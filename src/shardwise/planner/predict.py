@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.models.attention import query_block
-from shardwise.partition.constraints import ProductSpecs
+from shardwise.partition.constraints import ProductSpecs, summed_together
 from shardwise.partition.plan import DATA_AXES, Decision, Plan
 from shardwise.partition.rules import ACTIVATIONS, Spec
 from shardwise.planner.collectives import Collective, Op, Phase
@@ -150,9 +150,10 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
 
     workload.check(plan)
     ledger = Ledger(plan, workload)
+    together = _summed_together(plan)
     for decision in plan.decisions:
         if decision.use.kind == "kernel":
-            _kernel(ledger, decision)
+            _kernel(ledger, decision, together.get(decision.path, ()))
         elif decision.use.kind in ("scale", "bias") and not decision.path.startswith("lm_head"):
             _vector(ledger, decision)
     _attention(ledger)
@@ -171,12 +172,36 @@ def layer_runs(ledger: Ledger, decision: Decision) -> tuple[int, bool]:
     return micro * ledger.plan.config.num_layers, looped or micro > 1
 
 
-def _kernel(ledger: Ledger, d: Decision) -> None:
-    """A product with a kernel: x [B, T, inputs…] · kernel [outputs…, inputs…]."""
+def _summed_together(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Kernel → all kernels of its module that take the same operand, if they sum its gradient together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for d in plan.decisions:
+        if d.use.kind == "kernel":
+            module = d.path.rsplit("/", 2)[0]
+            groups.setdefault((module, d.use.takes), []).append(d.path)
+    found = {}
+    for paths in groups.values():
+        if summed_together(plan, paths, [_repeated(plan, plan[path]) for path in paths]):
+            found.update(dict.fromkeys(paths, tuple(paths)))
+    return found
+
+
+def _repeated(plan: Plan, d: Decision) -> bool:
+    return "kv_heads" in d.axes and plan.padding.heads.repeat > 1
+
+
+def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
+    """A product with a kernel: x [B, T, inputs…] · kernel [outputs…, inputs…].
+
+    Args:
+        together: kernels, this one among them, that take their operand once and sum its gradient once; the
+            first of them is charged with it.
+    """
+    first = not together or together[0] == d.path
     plan, workload, use = ledger.plan, ledger.workload, d.use
     count, in_loop = layer_runs(ledger, d)
     heads = plan.padding.heads
-    repeated = "kv_heads" in d.axes and heads.repeat > 1
+    repeated = _repeated(plan, d)
     specs = ProductSpecs.of(plan, d.path, repeated)
     stored, spec = d.shape[d.stacked :], d.spec[d.stacked :]
     held = d.use_shape[d.stacked :]
@@ -195,10 +220,13 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
         ledger.reshard(stored, spec, d.at_use()[d.stacked :], c, count, phase, path,
                        "weights gathered just before use", in_loop)  # fmt: skip
 
+    def operand(phase: Phase, note: str) -> None:
+        if first:
+            ledger.reshard(x_shape, takes, specs.operand, c, count, phase, path, note, in_loop)
+
     def forward(phase: Phase, note: str = "") -> None:
         gather(phase)
-        ledger.reshard(x_shape, takes, specs.operand, c, count, phase, path,
-                       f"{use.takes} laid out for the kernel{note}", in_loop)  # fmt: skip
+        operand(phase, f"{use.takes} laid out for the kernel{note}")
         ledger.reduce(
             y_shape, inputs, specs.product, gives, count, phase, path, f"{use.gives}{note}", in_loop
         )
@@ -211,12 +239,15 @@ def _kernel(ledger: Ledger, d: Decision) -> None:
     if workload.remat == "full" and path != last:  # of the layer's last product only the operand is needed
         forward("backward", " (computed again: remat full)")
     gather("backward")
-    ledger.reshard(x_shape, takes, specs.operand, c, count, "backward", path,
-                   f"{use.takes} laid out for the kernel again", in_loop)  # fmt: skip
+    operand("backward", f"{use.takes} laid out for the kernel again")
     ledger.reshard(y_shape, gives, specs.product, c, count, "backward", path,
                    f"gradient of {use.gives} laid out for the kernel", in_loop)  # fmt: skip
-    ledger.reduce(x_shape, outputs, specs.operand, takes, count, "backward", path,
-                  f"gradient of {use.takes}", in_loop)  # fmt: skip
+    if first:
+        names = ", ".join(name.rsplit("/", 2)[1] for name in together)
+        what = f"gradient of {use.takes}" + (f" from {names}" if together else "")
+        ledger.reduce(
+            x_shape, outputs, specs.operand, takes, count, "backward", path, what, in_loop
+        )  # fmt: skip
     ledger.flops.append(Flops(path, "backward", 2 * amount))
     _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
 
