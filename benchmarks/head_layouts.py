@@ -30,7 +30,9 @@ from shardwise.planner.predict_head import head_cause
 from shardwise.steps.workload import Workload
 
 LAYOUTS = ("replicated", "hidden", "vocab", ONE_DEVICE)
-PROMPT, NEW_TOKENS = 128, 16
+PROMPT, NEW_TOKENS, PART = 128, 60, 5
+"""Tokens of a prompt, new ones before decoding begins again, and those timed in one turn (about 0.15 s, so
+that what is compared happens close together)."""
 TRAIN_TOKENS = {GEMMA: (1, 256)}
 """Sequences and their length where 4×256 would take too long: the big head computes 6·V·D a token."""
 TARGETS = {
@@ -98,16 +100,15 @@ def theory(plan: Plan, workload: Workload) -> dict[str, float]:
 
 
 def measure(model: str, workers: dict[str, Worker], case: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Run all layouts in turn; the first round compiles and is kept only for its tokens or losses."""
+    """Run all layouts in turn; the first round compiles and is not timed."""
     times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-    results: dict[str, Any] = {}
+    results: dict[str, list[Any]] = {layout: [] for layout in LAYOUTS}
     for number in range(rounds + 1):
         shift = number % len(LAYOUTS)
         for layout in LAYOUTS[shift:] + LAYOUTS[:shift]:
             answer = workers[layout].ask(layout=layout, **case)
-            if number == 0:
-                results[layout] = answer.get("tokens") or answer["losses"]
-            else:
+            results[layout] += answer.get("tokens") or answer["losses"]
+            if number:
                 times[layout].append(statistics.median(answer["ms"]))
     workload = workload_of(case)
     base = times["replicated"]
@@ -143,7 +144,9 @@ def same(case: dict[str, Any], table: dict[str, Any]) -> str:
     """Whether all layouts gave the same tokens, or losses up to the order of float32 sums."""
     results = [table[layout]["result"] for layout in LAYOUTS]
     if case["what"] == "decode":
-        return "the same tokens from all" if all(r == results[0] for r in results) else "tokens DIFFER"
+        number = len(results[0])
+        same = all(r == results[0] for r in results)
+        return f"the same {number} × {case['batch']} tokens from all" if same else "tokens DIFFER"
     most = max(abs(a / b - 1) for r in results for a, b in zip(r, results[0], strict=True))
     return f"losses agree to {most:.1e}"
 
@@ -183,7 +186,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hugging Face folder of SmolLM2-135M; left out: Gemma's shapes alone")
     parser.add_argument("--no-gemma", action="store_true", help="only --model")
     parser.add_argument("--cases", nargs="*", default=["decode 1", "decode 8", "train"])
-    parser.add_argument("--rounds", type=int, default=12, help="of decoding; of training a quarter")
+    parser.add_argument("--rounds", type=int, default=40, help="of decoding; of training a tenth")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {processor()},"
@@ -200,11 +203,11 @@ def main() -> None:
             rounds = args.rounds
             case: dict[str, Any] = {"what": kind}
             if kind == "decode":
-                case |= {"batch": int(batch), "prompt": PROMPT, "new_tokens": NEW_TOKENS}
+                case |= {"batch": int(batch), "prompt": PROMPT, "new_tokens": NEW_TOKENS, "part": PART}
             else:
                 rows, length = TRAIN_TOKENS.get(model, (4, 256))
                 case |= {"batch": rows, "length": length, "steps": 1}
-                rounds = max(1, rounds // 4)
+                rounds = max(1, rounds // 10)
             table = measure(model, workers, case, rounds)
             show(label, name, table, same(case, table))
             results[label][name] = {"case": case, "layouts": table}

@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class Worker:
 
     def __init__(self, model: str, tp: int):
         self.name, self.tp = model, tp
-        self.decoders: dict[str, Any] = {}
+        self.models: dict[str, Any] = {}
+        self.streams: dict[tuple[str, int], tuple[Iterator[Any], int]] = {}
 
     def _params(self, plan: Plan, stacked: bool) -> tuple[Any, Any]:
         """The device mesh and float32 parameters on it: the checkpoint's, or drawn with one seed."""
@@ -53,28 +55,38 @@ class Worker:
         params = init_params(plan, mesh, 0, "float32")
         return mesh, params if stacked else unstack(plan, mesh, params)
 
-    def decode(self, layout: str, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
-        """Milliseconds between tokens of greedy decoding, and the tokens."""
-        import numpy as np
+    def decode(self, layout: str, batch: int, prompt: int, new_tokens: int, part: int) -> dict[str, Any]:
+        """Milliseconds between the next `part` tokens of greedy decoding, and the tokens.
 
+        Decoding goes on where the last request stopped, or begins anew where less than that is left.
+        """
+        if layout not in self.models:
+            self.models[layout] = self._model(layout)
+        stream, left = self.streams.pop((layout, batch), (None, 0))
+        if stream is None or left < part + 1:
+            stream, left = self._stream(self.models[layout], batch, prompt, new_tokens), new_tokens
+        times, tokens = [], []
+        for _ in range(part + 1):  # from the first on it is timed: what came before it was a pause
+            tokens.append([token for _, token in next(stream)])
+            times.append(time.perf_counter())
+        self.streams[layout, batch] = stream, left - part - 1
+        return {"ms": [1e3 * (b - a) for a, b in itertools.pairwise(times)], "tokens": tokens}
+
+    def _model(self, layout: str) -> Any:
         from shardwise.api import Model
         from shardwise.checkpoints.reader import Checkpoint
+
+        plan = plan_of(self.name, layout, self.tp)
+        nothing = Checkpoint(Path(self.name), "config", {}, None, None)
+        return Model(nothing, plan, *self._params(plan, stacked=False))
+
+    def _stream(self, model: Any, batch: int, prompt: int, new_tokens: int) -> Iterator[Any]:
+        import numpy as np
+
         from shardwise.serving.generate import Sampling, stream
 
-        if layout not in self.decoders:
-            plan = plan_of(self.name, layout, self.tp)
-            mesh, params = self._params(plan, stacked=False)
-            nothing = Checkpoint(Path(self.name), "config", {}, None, None)
-            self.decoders[layout] = Model(nothing, plan, mesh, params)
-        model = self.decoders[layout]
         prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt)).tolist()
-        rows: list[list[int]] = [[] for _ in range(batch)]
-        times = []
-        for ids in stream(model, prompts, new_tokens + 1, Sampling(), ()):
-            times.append(time.perf_counter())
-            for row, token in ids:
-                rows[row].append(token)
-        return {"ms": [1e3 * (b - a) for a, b in itertools.pairwise(times)], "tokens": rows}
+        return stream(model, prompts, new_tokens, Sampling(), ())
 
     def train(self, layout: str, batch: int, length: int, steps: int) -> dict[str, Any]:
         """Milliseconds of AdamW steps after one that is not timed, and the losses."""
@@ -85,7 +97,8 @@ class Worker:
         from shardwise.steps.build import build_step
         from shardwise.steps.train import start_state
 
-        self.decoders.clear()  # several models' training states do not fit beside them
+        self.models.clear()  # several models' training states do not fit beside them
+        self.streams.clear()
         plan = plan_of(self.name, layout, self.tp)
         workload = train_workload(batch, length)
         step = build_step(plan, workload)
@@ -126,7 +139,7 @@ def train_workload(batch: int, length: int) -> Workload:
 
 def decode_workload(batch: int, prompt: int, new_tokens: int) -> Workload:
     """The decoding step that is measured."""
-    return Workload("decode", batch, 1, capacity=prompt + new_tokens + 1)
+    return Workload("decode", batch, 1, capacity=prompt + new_tokens)
 
 
 def main() -> None:
