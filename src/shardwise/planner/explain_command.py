@@ -173,7 +173,8 @@ def _move(plan: Plan, text: str) -> _Move:
             # tp outside fsdp, as the rules place them: the parts of tp then stay together.
             spec[dim] = (axis, *spec[dim]) if axis == "tp" else (*spec[dim], axis)
             return _Move(d.path, axis, tuple(spec))
-        reasons.append(f"{d.axes[dim]} {shape[dim]} by {'×'.join(axes)} = {plan.mesh.size(axes)}")
+        parts = "×".join(a for a in axes if plan.mesh.sizes[a] > 1)
+        reasons.append(f"{d.axes[dim]} {shape[dim]} by {parts} = {plan.mesh.size(axes)}")
     raise ConfigError(
         f"--swap {text!r}: no other dim of {d.path} can take {axis}; not divided are {', '.join(reasons)}"
     )
@@ -182,7 +183,7 @@ def _move(plan: Plan, text: str) -> _Move:
 def _matrix(plan: Plan, name: str, text: str) -> str:
     """The path of the one matrix that `name` is a part of."""
     found = [path for path in plan.paths if name == path] or [path for path in plan.paths if name in path]
-    matrices = {path: len(plan[path].axes) - plan[path].stacked > 1 for path in plan.paths}
+    matrices = {d.path: d.use.kind in ("kernel", "embedding", "head") for d in plan.decisions}
     kernels = [path for path in found if matrices[path]]
     if len(kernels) == 1:
         return kernels[0]
@@ -190,7 +191,7 @@ def _matrix(plan: Plan, name: str, text: str) -> str:
         raise ConfigError(f"--swap {text!r} finds {', '.join(kernels)}; name one")
     if found:
         raise ConfigError(
-            f"--swap {text!r}: {', '.join(found)} has one dim; there is no other to put an axis on"
+            f"--swap {text!r} finds only {', '.join(found)}; name a matrix, which has another dim"
         )
     if plan.config.tie_embeddings and name and name in "lm_head/kernel":
         raise ConfigError(f"--swap {text!r}: this model's head is its embedding table; name embed/table")

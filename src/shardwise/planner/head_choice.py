@@ -86,7 +86,7 @@ def _cost(plan: Plan, layout: HeadLayout, workload: Workload, device: Device) ->
     path = plan.head_path
     causes = {head_cause(path), "lm_head/bias"} | ({path} if plan.config.tie_embeddings else set())
     flops = sum(f.amount for f in ledger.flops if f.cause in causes)
-    sent = [c for c in ledger.collectives if c.cause in causes]
+    sent = [c for c in ledger.collectives if c.cause in causes and c.phase != "update"]
     decision = plan[path]
     weight = ledger.local(decision.use_shape, decision.at_use()) * itemsize(workload.compute_dtype)
     reads = weight * _passes(ledger, decision.use_shape[0] // plan.mesh.size(decision.at_use()[0]))
