@@ -189,12 +189,12 @@ def _matrix(plan: Plan, name: str, text: str) -> str:
         return kernels[0]
     if kernels:
         raise ConfigError(f"--swap {text!r} finds {', '.join(kernels)}; name one")
+    if plan.config.tie_embeddings and name and name in "lm_head/kernel":
+        raise ConfigError(f"--swap {text!r}: this model's head is its embedding table; name embed/table")
     if found:
         raise ConfigError(
             f"--swap {text!r} finds only {', '.join(found)}; name a matrix, which has another dim"
         )
-    if plan.config.tie_embeddings and name and name in "lm_head/kernel":
-        raise ConfigError(f"--swap {text!r}: this model's head is its embedding table; name embed/table")
     near = get_close_matches(name, [path for path in plan.paths if matrices[path]], n=1, cutoff=0.3)
     raise ConfigError(f"--swap {text!r} finds no matrix" + (f"; nearest: {near[0]}" if near else ""))
 
