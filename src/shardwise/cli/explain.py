@@ -80,6 +80,8 @@ class ExplainOptions(MeshOptions, PrecisionOptions, MemoryOptions):
         if self.task != "train":
             names = ("remat", "grad_accum_steps")
             refuse_without_effect(given, names, f"with --task {self.task}", "use --task train")
+        if self.tensor is not None and self.swap is not None:
+            raise ConfigError("--tensor and --swap show one thing each; leave one of them out")
         if self.json == "-":
             for name in ("tensor", "swap", "audit"):
                 if name in given:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api import plan, resolve_mesh
+from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Plan
 from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan, save_plan
-from shardwise.partition.rules import HeadLayout, Override
+from shardwise.partition.rules import HeadLayout, Override, Rules
 from shardwise.planner.hardware import DEVICES, Device
 from shardwise.planner.head_choice import HeadChoice, choose_head_layout
 from shardwise.steps.workload import Workload
@@ -62,10 +63,9 @@ def plan_on(
 ) -> Plan:
     """The same on a given mesh, whether or not it is there; saves the plan where that is asked for."""
     if options.plan is not None:
-        content = read_plan_file(options.plan)
         made = restore_plan(
-            content, options.plan, config, mesh,
-            lambda rules, overrides, layout: plan_model(config, mesh, rules, overrides, layout),
+            read_plan_file(options.plan), options.plan, config, mesh,
+            lambda *given: _from_file(options.plan or "", config, mesh, *given),
         )  # fmt: skip
     else:
         choice = head_choice(options, config, mesh, workload, device)
@@ -86,15 +86,30 @@ def head_choice(
 ) -> HeadChoice | None:
     """The comparison behind `--head-layout auto`; None where there is nothing to choose.
 
-    There is not with a layout asked for, a tp of one, rules that leave tp out, or an override on the head.
+    There is not with a layout asked for, a tp of one, rules that leave tp out, or an override on the head,
+    be it the user's or one of the rules.
     """
     if options.head_layout != "auto" or mesh.tp == 1:
         return None
     base = _make(options, config, mesh, None)
-    overridden = any(Override.parse(text).matches(base.head_path) for text in options.override)
+    overridden = any(o.matches(base.head_path) for o in (*base.overrides, *base.rules.overrides))
     if overridden or "tp" not in base.rules.mesh_axes("vocab"):
         return None
     return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, device)
+
+
+def _from_file(
+    path: str,
+    config: ModelConfig,
+    mesh: MeshSpec,
+    rules: Rules,
+    overrides: Sequence[Override],
+    layout: HeadLayout | None,
+) -> Plan:
+    try:
+        return plan_model(config, mesh, rules, overrides, layout)
+    except ConfigError as error:
+        raise ConfigError(f"plan file {path}: {error}") from None
 
 
 def _layout(options: MeshOptions) -> HeadLayout | None:

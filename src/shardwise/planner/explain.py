@@ -17,6 +17,7 @@ from shardwise.planner.collectives import Collective, totals
 from shardwise.planner.memory import Memory, memory
 from shardwise.planner.predict import Flops, Ledger, itemsize, predict
 from shardwise.planner.reasons import reason
+from shardwise.steps.loss import chunk_length
 from shardwise.steps.workload import Workload
 
 
@@ -107,12 +108,14 @@ class Explanation:
                 "parameters": parameter_count(self.plan),
                 "padding_share": self.padding_share,
                 "flops_per_device": self.total_flops,
+                "attention_flops_per_device": sum(f.amount for f in self.flops if f.cause == "attention"),
                 "head_layout": self.plan.head_layout,
                 "rules": self.plan.rules.name,
                 "collectives": [
                     {"axes": list(axes), "op": op, **asdict(total)}
                     for (axes, op), total in totals(self.collectives, mesh).items()
                 ],
+                "of_no_tensor": [_collective_json(c, self.plan) for c in self.others],
             },
             "memory": {**asdict(self.memory), "total": self.memory.total},
             "fallbacks": list(self.plan.fallbacks),
@@ -165,14 +168,18 @@ def _activations(ledger: Ledger) -> Iterable[ActivationReport]:
 
 
 def _logits(ledger: Ledger) -> ActivationReport:
-    """Logits as the head makes them; in training and scoring of a chunk of positions at a time."""
+    """Logits as the head makes them; in training and scoring those of a chunk of positions."""
     plan, workload = ledger.plan, ledger.workload
     head = plan[plan.head_path]
     spec = (plan.batch_axes(), (), head.at_use()[0])
     length = workload.length if workload.task in ("train", "score", "logits") else 1
+    notes: tuple[str, ...] = ()
+    if workload.task in ("train", "score"):
+        here = head.use_shape[0] // plan.mesh.size(spec[2])
+        length = chunk_length(ledger.rows, length, here, max(4, itemsize(ledger.compute)))
+        notes = (f"a chunk of {length} of {workload.length} positions at a time",)
     shape = (ledger.rows * plan.batch_multiple(), length, head.use_shape[0])
     size = ledger.local(shape, spec) * itemsize(ledger.wide)
-    notes = ("a chunk of positions at a time",) if workload.task in ("train", "score") else ()
     by = f"head layout {plan.head_layout}"
     return ActivationReport("logits", ("batch", "length", "vocab"), shape, spec, ledger.wide, size, by, notes)
 
@@ -190,9 +197,11 @@ def _tensor_json(t: TensorReport, plan: Plan) -> dict[str, Any]:
         "bytes": t.bytes,
         "bytes_per_device": t.bytes_per_device,
         "flops_per_device": t.flops,
-        "collectives": [
-            asdict(c) | {"axes": list(c.axes), "moved": c.moved(plan.mesh)} for c in t.collectives
-        ],
+        "collectives": [_collective_json(c, plan) for c in t.collectives],
         "reason": t.reason,
         "notes": list(d.notes),
     }
+
+
+def _collective_json(c: Collective, plan: Plan) -> dict[str, Any]:
+    return asdict(c) | {"axes": list(c.axes), "moved": c.moved(plan.mesh)}

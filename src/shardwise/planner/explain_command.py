@@ -54,7 +54,9 @@ def run(options: ExplainOptions) -> int:
         if quiet:
             print(text)
             return 0
-        Path(options.json).expanduser().write_text(text + "\n", encoding="utf-8")
+        path = Path(options.json).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
     if options.tensor is not None:
         view.tensors(console, explanation, matching(plan, options.tensor))
     elif options.swap is not None:
@@ -65,9 +67,9 @@ def run(options: ExplainOptions) -> int:
         view.overview(console, name, explanation, choice)
     if options.audit:
         view.audited(console, audit(plan, workload), "compiled")
-    for path in (options.json, options.save_plan):
-        if path is not None:
-            console.print(f"wrote {path}", markup=False)
+    for written in (options.json, options.save_plan):
+        if written is not None:
+            console.print(f"wrote {written}", markup=False)
     return 0
 
 
@@ -128,40 +130,73 @@ def swapped(plan: Plan, text: str) -> Plan:
     from shardwise.models.parameters import plan_model
 
     move = _move(plan, text)
-    spec = ",".join(f"({','.join(axes)})" if axes else "None" for axes in move.spec)
-    override = Override.parse(f"^{re.escape(move.path)}$={spec}")
-    layout = None if move.path == plan.head_path else plan.head_asked
-    return plan_model(plan.config, plan.mesh, plan.rules, (override, *plan.overrides), layout)
+    new = [_override(move.path, move.spec)]
+    layout = plan.head_asked
+    if move.path == plan.head_path:
+        layout = None
+        if plan.config.head_bias:  # which follows the layout otherwise
+            new.append(_override("lm_head/bias", plan["lm_head/bias"].spec))
+    rest = [path for path in plan.paths if not any(override.matches(path) for override in new)]
+    deciding = [next((o for o in plan.overrides if o.matches(path)), None) for path in rest]
+    old = [override for override in plan.overrides if override in deciding]
+    try:
+        return plan_model(plan.config, plan.mesh, plan.rules, (*new, *old), layout)
+    except ConfigError as error:
+        raise ConfigError(f"--swap {text!r}: {error}") from None
+
+
+def _override(path: str, spec: Spec) -> Override:
+    entries = ",".join(f"({','.join(axes)})" if axes else "None" for axes in spec)
+    return Override.parse(f"^{re.escape(path)}$={entries}")
 
 
 def _move(plan: Plan, text: str) -> _Move:
     name, _, axis = text.partition(":")
     axis = "tp" if axis == "mp" else axis
-    found = [path for path in plan.paths if name == path] or [path for path in plan.paths if name in path]
-    kernels = [path for path in found if len(plan[path].axes) - plan[path].stacked > 1]
-    if len(kernels) != 1:
-        near = get_close_matches(name, plan.paths, n=1, cutoff=0.3)
-        what = f"finds {', '.join(kernels)}; name one" if kernels else "finds no matrix"
-        hint = f"; nearest: {near[0]}" if near and not kernels else ""
-        raise ConfigError(f"--swap {text!r} {what}{hint}")
-    d = plan[kernels[0]]
+    d = plan[_matrix(plan, name, text)]
     cutting = [a for axes in d.spec for a in axes if plan.mesh.sizes[a] > 1]
+    if not cutting:
+        raise ConfigError(f"--swap {text!r}: nothing to swap, since no mesh axis cuts {d.path}")
     if not axis:
         axis = "tp" if "tp" in cutting else cutting[0] if len(cutting) == 1 else ""
     if axis not in cutting:
-        cut = ", ".join(cutting) or "no axis"
-        raise ConfigError(f"--swap {text!r}: {d.path} is cut over {cut}; name one of these, as PATH:AXIS")
+        cut = " and ".join(cutting)
+        raise ConfigError(
+            f"--swap {text!r}: {d.path} is cut over {cut}; name one, as in {d.path}:{cutting[0]}"
+        )
     source = next(i for i, axes in enumerate(d.spec) if axis in axes)
+    shape, reasons = plan.padding.use_shape(d.axes), []
     for dim in _other_dims(d, source):
-        size = plan.mesh.size((*d.spec[dim], axis))
-        if d.use_shape[dim] % size == 0:
+        axes = (*d.spec[dim], axis)
+        if shape[dim] % plan.mesh.size(axes) == 0:
             spec = [tuple(a for a in axes if a != axis) for axes in d.spec]
             # tp outside fsdp, as the rules place them: the parts of tp then stay together.
             spec[dim] = (axis, *spec[dim]) if axis == "tp" else (*spec[dim], axis)
             return _Move(d.path, axis, tuple(spec))
+        parts = "×".join(a for a in axes if plan.mesh.sizes[a] > 1)
+        reasons.append(f"{d.axes[dim]} {shape[dim]} by {parts} = {plan.mesh.size(axes)}")
     raise ConfigError(
-        f"--swap {text!r}: no other dim of {d.path} is divided by {axis} {plan.mesh.sizes[axis]}"
+        f"--swap {text!r}: no other dim of {d.path} can take {axis}; not divided are {', '.join(reasons)}"
     )
+
+
+def _matrix(plan: Plan, name: str, text: str) -> str:
+    """The path of the one matrix that `name` is a part of."""
+    found = [path for path in plan.paths if name == path] or [path for path in plan.paths if name in path]
+    matrices = {d.path: d.use.kind in ("kernel", "embedding", "head") for d in plan.decisions}
+    kernels = [path for path in found if matrices[path]]
+    if len(kernels) == 1:
+        return kernels[0]
+    if kernels:
+        raise ConfigError(f"--swap {text!r} finds {', '.join(kernels)}; name one")
+    if plan.config.tie_embeddings and name and name in "lm_head/kernel":
+        raise ConfigError(f"--swap {text!r}: this model's head is its embedding table; name embed/table")
+    if found:
+        raise ConfigError(
+            f"--swap {text!r} finds only {', '.join(found)}; name a matrix, which has another dim"
+        )
+    near = get_close_matches(name, [path for path in plan.paths if matrices[path]], n=1, cutoff=0.3)
+    raise ConfigError(f"--swap {text!r} finds no matrix" + (f"; nearest: {near[0]}" if near else ""))
 
 
 def _other_dims(d: Decision, source: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +30,9 @@ _SHORT: dict[Op, str] = {
     "collective-permute": "P",
 }
 _MOST_CELLS = 16
+_MOST_LEFT_OVER = 8
+_WIDE = 130
+"""Columns of a terminal from which on a tensor fits a line."""
 
 
 def console() -> Console:
@@ -39,22 +43,31 @@ def console() -> Console:
 def overview(out: Console, name: str, e: Explanation, choice: HeadChoice | None) -> None:
     """One screen: every kind of tensor, why, totals, memory, fallbacks."""
     plan = e.plan
-    out.print(f"{name} on mesh {plan.mesh}: {plan.mesh.num_devices} devices, rules {plan.rules.name};"
-              f" {describe(e.workload)}")  # fmt: skip
-    table = _table("tensor", "shape", "cut", ">MB each", "forward", "backward")
+    out.print(f"{name} on mesh {plan.mesh}: {_plural(plan.mesh.num_devices, 'device')}, rules"
+              f" {plan.rules.name}; {describe(e.workload)}")  # fmt: skip
+    phases: tuple[Phase, ...] = ("forward", "backward") if e.workload.task == "train" else ("forward",)
+    narrow = out.width < _WIDE
+    table = _table(*(("tensor", "shape/cut") if narrow else ("tensor", "shape", "cut")), ">MB each", *phases)
     for t in e.tensors:
-        table.add_row(*_row(t, plan))
+        table.add_row(*_row(t, plan, phases, narrow))
     out.print(table)
-    legend = ", ".join(f"{short} {op}" for op, short in _SHORT.items())
-    out.print(f"forward, backward: MB that a device sends in a step ({legend})")
+    seen = {c.op for t in e.tensors for c in t.collectives}
+    legend = ", ".join(f"{short} {op}" for op, short in _SHORT.items() if op in seen)
+    if seen:
+        out.print(f"{', '.join(phases)}: MB that a device sends in a step ({legend}); – is under 0.001")
     out.print()
     for why, paths in _grouped((role(plan, t.decision), _short(t.decision)) for t in e.tensors):
         out.print(textwrap.fill(f"{', '.join(paths)}: {why}", out.width, subsequent_indent="    "))
     if plan.mesh.fsdp > 1 and any("fsdp" in axes for d in plan.decisions for axes in d.spec):
-        out.print("fsdp: each weight is gathered just before use and its gradient scattered back; which dim"
-                  " it cuts makes no difference")  # fmt: skip
+        back = " and its gradient scattered back" if e.workload.task == "train" else ""
+        out.print(
+            f"fsdp: each weight is gathered just before use{back}; which dim it cuts makes no difference"
+        )
     out.print()
-    for line in choice.lines() if choice is not None else [f"head layout {plan.head_layout}"]:
+    given = f"head layout {plan.head_layout}, by {plan[plan.head_path].decided_by}"
+    if plan.mesh.tp == 1:
+        given = "head layout: none to choose, since tp is 1"
+    for line in choice.lines() if choice is not None else [given]:
         out.print(line)
     _totals(out, e)
     _memory(out, e)
@@ -67,7 +80,7 @@ def describe(w: Workload) -> str:
     tokens = f"{w.batch} × {w.capacity if w.task == 'decode' else w.length} tokens"
     what = f"one {w.task} step of {tokens}"
     if w.task == "decode":
-        what = f"one new token for {w.batch} sequences, caches of {w.capacity} tokens"
+        what = f"one new token for {_plural(w.batch, 'sequence')}, caches of {w.capacity} tokens"
     extra = [f"remat {w.remat}"] if w.remat != "none" else []
     extra += [f"{w.grad_accum_steps} micro-batches"] if w.grad_accum_steps > 1 else []
     return ", ".join([what, f"{w.param_dtype} parameters, {w.compute_dtype} compute", *extra])
@@ -88,7 +101,8 @@ def swap(out: Console, before: Explanation, after: Explanation, text: str) -> No
         if a.decision.spec != b.decision.spec
     ]
     for a, b in changed:
-        out.print(f"--swap {text}: {a.decision.path} cut {_cut(a.decision)} → {_cut(b.decision)}")
+        cuts = f"{_cut(a.decision, before.plan)} → {_cut(b.decision, after.plan)}"
+        out.print(f"--swap {text}: {a.decision.path} cut {cuts}")
         for label, t in (("before", a), ("after", b)):
             out.print(textwrap.fill(f"{label}: {t.reason}", out.width, subsequent_indent="    "))
     mesh = before.plan.mesh
@@ -104,6 +118,8 @@ def swap(out: Console, before: Explanation, after: Explanation, text: str) -> No
             "+".join(key[0]), key[1], str(runs[0]), _mb(moved[0]), str(runs[1]), _mb(moved[1]), change
         )
     out.print(table)
+    if before.workload.task == "train":
+        out.print("differences of some bytes are single numbers, of which the gradients' norm is made")
     flops = [e.total_flops for e in (before, after)]
     change = "same" if flops[0] == flops[1] else f"{flops[1] / flops[0] - 1:+.2%}"
     out.print(f"GFLOP a device: {flops[0] / 1e9:,.4g} → {flops[1] / 1e9:,.4g} ({change})")
@@ -143,29 +159,43 @@ def audited(out: Console, a: Audit, title: str) -> None:
     share = a.unexplained_share
     out.print(f"bytes unexplained: {share:.2%}" + ("" if share <= 0.01 else ", more than the 1 % allowed"))
     for label, group in (("compiled, not predicted", a.unexplained), ("predicted, not compiled", a.absent)):
-        for c in group:
-            out.print(textwrap.fill(f"{label}: {_one(c)}  {c.cause}", out.width, subsequent_indent="    "))
+        _left_over(out, label, group, a)
 
 
-def _row(t: TensorReport, plan: Plan) -> list[str]:
+def _left_over(out: Console, label: str, group: Iterable[Collective], a: Audit) -> None:
+    """Those that move most, alike ones in one line."""
+    alike: dict[Collective, int] = {}
+    for c in group:
+        alike[replace(c, count=1)] = alike.get(replace(c, count=1), 0) + c.count
+    mesh = a.plan.mesh
+    found = sorted((replace(c, count=n) for c, n in alike.items()), key=lambda c: -c.moved(mesh))
+    for c in found[:_MOST_LEFT_OVER]:
+        out.print(textwrap.fill(f"{label}: {_one(c)}  {c.cause}", out.width, subsequent_indent="    "))
+    if more := found[_MOST_LEFT_OVER:]:
+        out.print(f"{label}: {len(more)} more kinds, {_mb(sum(c.moved(mesh) for c in more))} MB together")
+
+
+def _row(t: TensorReport, plan: Plan, phases: Sequence[Phase], narrow: bool) -> list[str]:
     d = t.decision
     skip = int(d.stacked)
     layers = f"{d.true_shape[0]} × " if skip else ""
-    shape = " ".join(
+    sizes = [
         str(true) + (f"→{size}" if size != true else "")
         for true, size in zip(d.true_shape[skip:], d.shape[skip:], strict=True)
-    )
-    return [
-        _short(d), layers + shape, _named_cut(d), _mb(t.bytes_per_device),
-        *(_sent(t.collectives, phase, plan) for phase in ("forward", "backward")),
-    ]  # fmt: skip
+    ]
+    cut = [layers + _with_axes(sizes, d, plan)]
+    if not narrow:
+        cut = [layers + " ".join(sizes), _with_axes(d.axes[skip:], d, plan)]
+    sent = [_sent(t.collectives, phase, plan, "\n" if narrow else ", ") for phase in phases]
+    return [_short(d), *cut, _mb(t.bytes_per_device), *sent]
 
 
-def _sent(collectives: Iterable[Collective], phase: Phase, plan: Plan) -> str:
+def _sent(collectives: Iterable[Collective], phase: Phase, plan: Plan, between: str) -> str:
     """`AG fsdp 12.3` for each op and axes: megabytes that a device sends; without what is under 1 kB."""
     of_phase = [c for c in collectives if c.phase == phase]
     sums = {key: t for key, t in totals(of_phase, plan.mesh).items() if t.moved >= 1000}
-    return ", ".join(f"{_SHORT[op]} {'+'.join(axes)} {_mb(t.moved)}" for (axes, op), t in sums.items()) or "–"
+    found = [f"{_SHORT[op]} {'+'.join(axes)} {_mb(t.moved)}" for (axes, op), t in sums.items()]
+    return between.join(found) or "–"
 
 
 def _tensor(out: Console, t: TensorReport, plan: Plan) -> None:
@@ -176,7 +206,8 @@ def _tensor(out: Console, t: TensorReport, plan: Plan) -> None:
     )
     out.print(f"{d.path}  [{dims}]  {t.dtype}")
     out.print(
-        f"  cut {_cut(d)} by {d.decided_by}; {_mb(t.bytes)} MB in all, {_mb(t.bytes_per_device)} on a device"
+        f"  cut {_cut(d, plan)} by {d.decided_by}; {_mb(t.bytes)} MB in all, {_mb(t.bytes_per_device)} on a"
+        " device"
     )
     out.print(textwrap.fill(t.reason, out.width, initial_indent="  why: ", subsequent_indent="    "))
     for c in t.collectives:
@@ -200,7 +231,7 @@ def drawing(d: Decision, plan: Plan) -> list[str]:
     cut = [i for i, axes in enumerate(d.spec) if mesh.size(axes) > 1]
     long_axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     if not cut or not long_axes:
-        return [f"all of it on each of {mesh.num_devices} devices"]
+        return [f"all of it on each of {_plural(mesh.num_devices, 'device')}"]
     rows, columns = cut[0], cut[1] if len(cut) > 1 else None
     places = [dict(zip(long_axes, at, strict=True)) for at in
               itertools.product(*(range(mesh.sizes[axis]) for axis in long_axes))]  # fmt: skip
@@ -283,15 +314,25 @@ def _short(d: Decision) -> str:
     return d.path.removeprefix("layers/").removesuffix("/kernel")
 
 
-def _named_cut(d: Decision) -> str:
-    """Logical axis of each dim, with the mesh axes that cut it: `mlp/tp embed/fsdp`."""
-    pairs = list(zip(d.axes, d.spec, strict=True))[d.stacked :]
-    return " ".join("/".join(filter(None, (axis, "+".join(axes)))) for axis, axes in pairs)
+def _with_axes(dims: Sequence[str], d: Decision, plan: Plan) -> str:
+    """Each dim but the layers, with the mesh axes that cut it: `mlp/tp embed/fsdp`."""
+    pairs = zip(dims, _parts(d, plan), strict=True)
+    return " ".join("/".join(filter(None, (dim, "+".join(axes)))) for dim, axes in pairs)
 
 
-def _cut(d: Decision) -> str:
+def _cut(d: Decision, plan: Plan) -> str:
     """Mesh axes of each dim, the layers left out; `·` is a dim that is not cut."""
-    return "(" + ", ".join("+".join(axes) or "·" for axes in d.spec[d.stacked :]) + ")"
+    return "(" + ", ".join("+".join(axes) or "·" for axes in _parts(d, plan)) + ")"
+
+
+def _parts(d: Decision, plan: Plan) -> list[tuple[str, ...]]:
+    """The spec without the layers and without axes of one device, which cut nothing."""
+    sizes = plan.mesh.sizes
+    return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in d.spec[d.stacked :]]
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _change(before: float, after: float) -> str:

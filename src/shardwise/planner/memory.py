@@ -1,7 +1,7 @@
 """Memory of one device by class, from shapes alone: parameters, gradients, optimizer, activations, cache.
 
-Parameters, optimizer and cache are exact. Activations are an estimate of what the backward pass keeps, after
-the sizes that models/transformer.py saves. Not here: what a compiler adds for its own buffers.
+Parameters, gradients, optimizer and cache are exact. Activations are an estimate, after the sizes that
+models/transformer.py saves for the backward pass. Not here: what a compiler adds for its own buffers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardwise.models.attention import query_block
 from shardwise.partition.plan import Plan
 from shardwise.planner.predict import Ledger, itemsize
 from shardwise.steps.loss import CHUNK_BYTES
@@ -26,7 +27,7 @@ class Memory:
     optimizer: int
     """AdamW's two moments, in the parameters' dtype (training)."""
     activations: int
-    """Kept for the backward pass, or the widest layer of a forward pass; an estimate."""
+    """Kept for the backward pass, or the widest part of a forward pass; an estimate."""
     kv_cache: int
     """Keys and values (prefill, decode)."""
 
@@ -61,39 +62,77 @@ def parameter_bytes(plan: Plan, dtype: str) -> int:
 
 
 def activation_bytes(ledger: Ledger) -> int:
-    """What one micro-batch keeps on one device, in the compute dtype.
+    """What one micro-batch takes on one device beside parameters, gradients and optimizer; an estimate.
 
-    A layer without remat keeps, each once: the residual before each norm and the normed operand (4 D a
-    token), q, k, v and the attention's result, gate and up and their product; `dots` keeps the residual and
-    the products; `full` the residual that enters the layer. The softmax is made again. One layer's gathered
-    weights and a chunk of logits come on top. A step without a backward pass has one layer's at a time.
+    Training keeps some of every layer (kept_bytes) until the backward pass comes by. To that are added what
+    is at hand at one time: what a layer makes again, the gradients that flow through it, its gathered weights
+    and their gradients, and a chunk of logits with its gradient. Which of these share memory is the
+    compiler's choice. A step without a backward pass has one half of a layer at a time, or the logits.
     """
     plan, workload = ledger.plan, ledger.workload
-    size = itemsize(ledger.compute)
-    part = {
-        name: ledger.local(ledger.shape(name), plan.activation(name))
-        for name in ("residual", "query", "key", "value", "attention_out", "mlp_hidden")
-    }
-    attention = part["query"] + part["key"] + part["value"]
-    everything = 4 * part["residual"] + attention + part["attention_out"] + 3 * part["mlp_hidden"]
-    kept = {
-        "none": everything,
-        "dots": 3 * part["residual"] + attention + 2 * part["mlp_hidden"],
-        "full": part["residual"],
-    }[workload.remat]
-    weights = max_layer_weights(ledger)
-    layers = plan.config.num_layers if ledger.trains else 1
-    rows = ledger.rows * (workload.length if workload.task in ("train", "score", "logits") else 1)
+    part, size = _parts(ledger), itemsize(ledger.compute)
     vocab = plan[plan.head_path].use_shape[0]
     vocab //= plan.mesh.size(plan[plan.head_path].at_use()[0])
-    logits = rows * vocab * itemsize(ledger.wide)
+    positions = workload.length if workload.task in ("train", "score", "logits") else 1
+    logits = ledger.rows * positions * vocab * itemsize(ledger.wide)
     if workload.task in ("train", "score"):
         logits = min(logits, CHUNK_BYTES)
-    one_layer = everything if workload.remat == "full" and ledger.trains else 0
-    return (kept * layers + one_layer + weights) * size + logits
+    weights = max_layer_weights(ledger) * size
+    if not ledger.trains:
+        queries = part["query"] + part["key"] + part["value"] + part["attention_out"]
+        half_layers = (queries + _scores(ledger), 3 * part["mlp_hidden"])
+        return max((2 * part["residual"] + max(half_layers)) * size + weights, logits)
+    kept, whole = kept_bytes(ledger, workload.remat), kept_bytes(ledger, "none")
+    flowing = (2 * part["residual"] + 3 * part["mlp_hidden"]) * size
+    return plan.config.num_layers * kept + (whole - kept) + flowing + 2 * weights + 2 * logits
+
+
+def kept_bytes(ledger: Ledger, remat: str) -> int:
+    """What one layer keeps for the backward pass, exactly, with XLA's attention (a fused kernel keeps less).
+
+    `none`: around each norm what goes in, comes out, and that scaled; q, k, v as attention's blocks of
+    queries take them, each block with the keys before it (of a single block the scores twice over, but
+    for several they are made again); its result; gate, up and their product. `dots`: what enters, and the
+    products but the last. `full`: what enters.
+    """
+    part, size, wide = _parts(ledger), itemsize(ledger.compute), itemsize(ledger.wide)
+    keys, length = part["key"] + part["value"], ledger.workload.length
+    block = query_block(length)
+    if remat == "full":
+        return part["residual"] * size
+    if remat == "dots":
+        again = part["key"] if block < length else 0
+        products = part["query"] + keys + part["residual"] + 2 * part["mlp_hidden"]
+        return (part["residual"] + products + again) * size
+    scores = 0
+    if block == length:
+        rows_and_heads = _scores(ledger) // length
+        scores = _scores(ledger) * (size + wide) + 2 * rows_and_heads * wide
+    else:
+        keys = keys * sum(min(start + block, length) for start in range(0, length, block)) // length
+    scales = 2 * ledger.plan.config.embed_dim
+    others = 6 * part["residual"] + part["query"] + part["attention_out"] + 3 * part["mlp_hidden"] + scales
+    return (others + keys) * size + scores
+
+
+def _parts(ledger: Ledger) -> dict[str, int]:
+    """Elements of each named activation on one device."""
+    names = ("residual", "query", "key", "value", "attention_out", "mlp_hidden")
+    return {name: ledger.local(ledger.shape(name), ledger.plan.activation(name)) for name in names}
+
+
+def _scores(ledger: Ledger) -> int:
+    """Elements of one block's attention scores on one device."""
+    workload, length = ledger.workload, ledger.workload.length
+    reach = workload.capacity if workload.task in ("prefill", "decode") else length
+    elements = ledger.local(ledger.shape("query"), ledger.plan.activation("query"))
+    rows_and_heads = elements // ledger.plan.config.head_dim // length
+    return rows_and_heads * query_block(length) * reach
 
 
 def max_layer_weights(ledger: Ledger) -> int:
-    """Elements of one layer's kernels as gathered for use on one device."""
-    kernels = [d for d in ledger.plan.decisions if d.use.kind == "kernel"]
-    return sum(ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :]) for d in kernels)
+    """Elements of one layer's kernels as they are made for use on one device: gathered or cast."""
+    cast = ledger.workload.param_dtype != ledger.compute
+    kernels = [d for d in ledger.plan.decisions if d.use.kind == "kernel" and d.stacked]
+    made = [d for d in kernels if cast or ledger.local(d.shape, d.spec) < ledger.local(d.shape, d.at_use())]
+    return sum(ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :]) for d in made)

@@ -183,13 +183,15 @@ class PartitionedModule:
             if up.caller.op == "call":
                 chain += self.module.frames(up.caller)
             up = up.parent
-        own = [f for f in chain if f.file.startswith(_PACKAGE) and not re.search(_WRAPPERS, f.function)]
+        own = [f for f in chain if re.match(_OWN, f.file) and not re.search(_WRAPPERS, f.function)]
         shown = list(dict.fromkeys(_show(frame) for frame in own))[:_MOST_FRAMES] or shown
         where = f"{operation} at {' < '.join(shown)}" if shown else operation
         return f"{sent}: {where}" if sent else where
 
 
 _MOST_FRAMES = 5
+_OWN = re.escape(_PACKAGE) + "(?!planner/|cli/)"
+"""Files of this package that steps are made of; who asked for the step says nothing."""
 _WRAPPERS = r"<lambda>$|^Step\.lower$|^partitioned_module$|^(loss_sum|loss_and_gradients.*\.one)$"
 """Functions that are on the stack of everything, or only hand on."""
 

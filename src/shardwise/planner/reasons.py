@@ -25,7 +25,7 @@ def role(plan: Plan, d: Decision) -> str:
     if d.use.kind == "bias" and cut:
         return f"bias: cut over {cut} like the outputs that it is added to, so that nothing moves"
     what = "bias: added once, after any sum over devices" if d.use.kind == "bias" else "a vector of the norm"
-    return f"{what}; whole on each device, its gradient is summed over the batch"
+    return f"{what}; whole on each device, in training its gradient is summed over the batch"
 
 
 def _kernel(plan: Plan, d: Decision) -> str:
@@ -95,7 +95,8 @@ def _data_axes(plan: Plan, d: Decision) -> str:
     if not cut:
         return ""
     where = " and ".join(f"{axis} cuts {logical}" for axis, logical in cut)
-    return f"; {where}: gathered just before use, gradient scattered back, the same for any dim"
+    words = "gathered just before use, in training the gradient scattered back; any dim costs the same"
+    return f"; {where}: {words}"
 
 
 def _axes(plan: Plan, spec: Spec | tuple[object, ...]) -> str:
