@@ -156,6 +156,16 @@ def _scores(ledger: Ledger, m: _Matrix) -> None:
     everyone, tokens = ledger.plan.batch_axes(), workload.batch * workload.length
     for dtype in (ledger.wide, "bool"):
         ledger.add("all-gather", everyone, dtype, tokens, 1, "forward", here, "the scores, to every device")
+    if not workload.top_n:
+        return
+    step = chunk_length(ledger.rows, workload.length, m.rows, max(4, itemsize(ledger.compute)))
+    chunks = -(-workload.length // step)
+    candidates = min(workload.top_n, m.rows) * ledger.plan.mesh.size(m.vocab)
+    for dtype in (ledger.wide, "int32"):
+        ledger.add("all-gather", m.vocab, dtype, ledger.rows * step * candidates, chunks, "forward", here,
+                   "each shard's likeliest ids", True)  # fmt: skip
+        ledger.add("all-gather", everyone, dtype, tokens * workload.top_n, 1, "forward", here,
+                   "the likeliest ids, to every device")  # fmt: skip
 
 
 def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
