@@ -122,10 +122,14 @@ def _simulated(options: ExplainOptions) -> str:
     """Simulated devices for the audit, one otherwise: no accelerator is woken for a plan."""
     from shardwise.partition.mesh import MeshSpec
     from shardwise.partition.plan_file import mesh_of, read_plan_file
+    from shardwise.runtime.devices import running_processors
 
     if not options.audit:
         return "cpu"
     if options.mesh is not None:
-        return f"cpu:{MeshSpec.parse(options.mesh).num_devices}"
-    assert options.plan is not None
-    return f"cpu:{mesh_of(read_plan_file(options.plan), options.plan).num_devices}"
+        mesh = MeshSpec.parse(options.mesh)
+    else:
+        assert options.plan is not None
+        mesh = mesh_of(read_plan_file(options.plan), options.plan)
+    running = running_processors()  # more than 0 where a program, not the command line, calls
+    return f"cpu:{running if running >= mesh.num_devices else mesh.num_devices}"

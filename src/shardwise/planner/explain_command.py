@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import MeshSpec
@@ -62,15 +64,24 @@ def run(options: ExplainOptions) -> int:
     elif options.swap is not None:
         view.swap(console, explanation, explain(swapped(plan, options.swap), workload), options.swap)
         if options.audit:
-            view.audited(console, audit(swapped(plan, options.swap), workload), "with the swap, compiled")
+            view.audited(
+                console,
+                audit(swapped(plan, options.swap), workload, simulated(mesh)),
+                "with the swap, compiled",
+            )
     else:
         view.overview(console, name, explanation, choice)
     if options.audit:
-        view.audited(console, audit(plan, workload), "compiled")
+        view.audited(console, audit(plan, workload, simulated(mesh)), "compiled")
     for written in (options.json, options.save_plan):
         if written is not None:
             console.print(f"wrote {written}", markup=False)
     return 0
+
+
+def simulated(mesh: MeshSpec) -> list[jax.Device]:
+    """The devices that a mesh takes, of those there are."""
+    return jax.devices()[: mesh.num_devices]
 
 
 def diff(first: str, second: str) -> int:

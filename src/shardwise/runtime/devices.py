@@ -163,6 +163,15 @@ def _gpu_platform(spec: str) -> str:
     raise ConfigError(f"--devices '{spec}': JAX has no GPU support here; pip install 'shardwise[cuda]'")
 
 
+def running_processors() -> int:
+    """How many (simulated) processors JAX runs on already; 0 if it has not started, or runs on others."""
+    if not _backend_is_up():
+        return 0
+    import jax
+
+    return jax.device_count() if jax.default_backend() == "cpu" else 0
+
+
 def _backend_is_up() -> bool:
     """Whether JAX has started a backend, after which its devices are fixed."""
     if "jax" not in sys.modules:
