@@ -367,6 +367,4 @@ print("backends", list(xla_bridge._backends),
     assert any(line.startswith("405,853,388,800 parameters") for line in shown)
     backends, peak = re.fullmatch(r"backends (\[.*\]) peak kB (\d+)", last).groups()  # type: ignore[union-attr]
     assert backends == "[]"
-    assert (
-        int(peak) < 1 << 20
-    )  # 1 GiB; not ru_maxrss, which a process takes over from the one that started it
+    assert int(peak) < 1 << 20  # 1 GiB; ru_maxrss would be that of the process which started it
