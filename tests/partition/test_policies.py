@@ -17,7 +17,7 @@ from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import HeadSlots
 from shardwise.partition.plan import Plan
-from shardwise.partition.rules import HeadLayout, Policy, Rules
+from shardwise.partition.rules import HeadLayout, Override, Policy, Rules
 
 CONFIG = ModelConfig(
     vocab_size=101, embed_dim=45, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=6, mlp_dim=50,
@@ -86,7 +86,15 @@ def test_replicate_leaves_parameters_and_activations_whole_in_their_true_shape_a
         whole = "tp" not in sum(a.spec, ())
         assert whole == (a.name in activations or a.name in ("tokens", "residual")), a.name
     (line,) = (line for line in made.fallbacks if line.startswith(note))
-    assert prefixes[0] in line and all(name in line for name in activations)
+    assert all(name in line for name in (*prefixes, *activations))
+
+
+def test_a_tensor_that_an_override_cuts_all_the_same_is_not_said_to_be_whole() -> None:
+    rules = Rules().changed({"mlp": ("dp", "tp")}, policy={"mlp": "replicate"})
+    override = Override.parse("up_proj/kernel=tp,None")  # tp 2 alone divides mlp 50
+    made = plan_model(CONFIG, MeshSpec(dp=2, tp=2), rules, [override])
+    assert made["layers/mlp/up_proj/kernel"].notes == ()
+    assert "policy replicate" in "; ".join(made["layers/mlp/gate_proj/kernel"].notes)
 
 
 def test_replicate_leaves_an_activation_whole_that_has_a_rule_of_its_own() -> None:

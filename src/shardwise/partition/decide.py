@@ -356,7 +356,7 @@ class _Decider:
         for axis, size, true in zip(axes, use_shape, self.padding.true_shape(axes), strict=True):
             if axis in ("mlp", "vocab", "embed") and size != true:
                 notes.append(f"{by(axis)} does not divide {axis} {true}: padded to {size}")
-        return list(dict.fromkeys(notes))
+        return notes
 
     def _activation(self, name: str) -> ActivationDecision:
         axes = ACTIVATIONS[name]

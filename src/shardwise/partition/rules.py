@@ -115,7 +115,8 @@ class Rules:
     """Logical axis → what happens where its axes do not divide it. `fsdp` stands for that mesh axis: it cuts
     another dim of the tensor where it can, at the same cost, and only then follows its policy."""
     overrides: tuple[Override, ...] = ()
-    """Tried in order before `params`; unlike a user's, one that matches no parameter is no error."""
+    """Tried in order before `params`. Unlike a user's, one that matches no parameter is a note and no error,
+    and one whose axes do not divide a dim follows the policies."""
 
     def __post_init__(self) -> None:
         for what, table in (("logical axis", self.params), ("activation", self.activations)):
