@@ -6,7 +6,7 @@ Not here: predicting (predict.py) and reading compiled programs (partitioned.py)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -91,31 +91,49 @@ def audit(plan: Plan, workload: Workload, devices: Sequence[jax.Device] | None =
     )
 
 
-_Key = tuple[Op, tuple[str, ...], int]
-
-
 def _left_over(
     predicted: Iterable[Collective], compiled: Iterable[Collective]
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """What each has beyond the other. Two match that are of one op, axes and payload."""
-    want, got = (_counted(group) for group in (predicted, compiled))
-    return tuple(_beyond(compiled, got - want)), tuple(_beyond(predicted, want - got))
+    """What each has beyond the other. Two match that are of one op, axes and payload.
+
+    Those of the same loop, and of the same phase in it, are paired first, so that what stays is told with the
+    right source line.
+    """
+    want, got = tuple(predicted), tuple(compiled)
+    for key in (_place, _loop, _kind):
+        counts = [_counted(group, key) for group in (want, got)]
+        want = tuple(_beyond(want, counts[0] - counts[1], key))
+        got = tuple(_beyond(got, counts[1] - counts[0], key))
+    return got, want
 
 
-def _key(c: Collective) -> _Key:
+_Key = Callable[[Collective], tuple[object, ...]]
+
+
+def _kind(c: Collective) -> tuple[object, ...]:
     return c.op, c.axes, c.payload
 
 
-def _counted(group: Iterable[Collective]) -> Counter[_Key]:
-    counts: Counter[_Key] = Counter()
+def _loop(c: Collective) -> tuple[object, ...]:
+    return *_kind(c), c.in_loop
+
+
+def _place(c: Collective) -> tuple[object, ...]:
+    return *_loop(c), c.phase
+
+
+def _counted(group: Iterable[Collective], key: _Key) -> Counter[tuple[object, ...]]:
+    counts: Counter[tuple[object, ...]] = Counter()
     for c in group:
-        counts[_key(c)] += c.count
+        counts[key(c)] += c.count
     return counts
 
 
-def _beyond(group: Iterable[Collective], excess: Counter[_Key]) -> Iterable[Collective]:
+def _beyond(
+    group: Iterable[Collective], excess: Counter[tuple[object, ...]], key: _Key
+) -> Iterable[Collective]:
     for c in group:
-        count = min(c.count, excess[_key(c)])
+        count = min(c.count, excess[key(c)])
         if count > 0:
-            excess[_key(c)] -= count
+            excess[key(c)] -= count
             yield replace(c, count=count)
