@@ -59,6 +59,6 @@ def write_rows(cache: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array
 
     One dynamic_update_slice a row, batched: a scatter by index would make the partitioner gather the cache.
     """
-    return jax.vmap(lambda row, update, at: jax.lax.dynamic_update_slice(row, update, (at, 0, 0)))(
+    return jax.vmap(lambda row, update, at: jax.lax.dynamic_update_slice_in_dim(row, update, at, 0))(
         cache, new.astype(cache.dtype), starts
     )

@@ -70,6 +70,14 @@ class Workload:
             )
         if self.task in ("prefill", "decode") and self.length > self.capacity:
             raise ConfigError(f"{self.length} tokens do not fit a cache of {self.capacity} tokens a row")
+        cut = plan.activation("kv_cache")[1]
+        parts = plan.mesh.size(cut)
+        if self.capacity % parts:
+            raise ConfigError(
+                f"a cache of {self.capacity} tokens a row cannot be split over {'×'.join(cut)} = {parts}, as"
+                " the rule for activation 'kv_cache' says; it must be a multiple, such as"
+                f" {self.capacity + -self.capacity % parts}"
+            )
         vocab = plan.config.vocab_size
         if not 0 <= self.top_n <= vocab:
             raise ConfigError(f"top_n is {self.top_n}; it must lie between 0 and the vocabulary's {vocab}")
