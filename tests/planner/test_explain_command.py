@@ -44,8 +44,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def explain(llama: Path, capsys: pytest.CaptureFixture[str]) -> Explain:
-    """Function: runs `explain` on a tiny model and gives exit code, output and errors."""
+def explain(llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Explain:
+    """Function: runs `explain` on a tiny model and gives exit code, output and errors.
+
+    Devices are not set up anew: all tests of a process share them.
+    """
+    monkeypatch.setattr("shardwise.cli.explain.start", lambda options: None)
 
     def run(*argv: object, model: object = llama) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -147,8 +151,8 @@ def test_swapping_fsdp_shows_no_difference_but_in_single_numbers(explain: Explai
 
 
 def test_audit_puts_the_compiled_step_beside(explain: Explain) -> None:
-    out = good(explain("--mesh", "tp:2", "--task", "decode", "--seq", 16, "--audit"))
-    assert "compiled, for one device of 2" in out and "bytes unexplained: 0.00%" in out
+    out = good(explain("--mesh", "2,2,2", "--task", "decode", "--seq", 16, "--audit"))
+    assert "compiled, for one device of 8" in out and "bytes unexplained: 0.00%" in out
 
 
 # --- JSON and plan files
@@ -341,6 +345,17 @@ def test_a_mesh_to_be_completed_asks_for_devices(llama: Path) -> None:
         and not ExplainOptions(**(options | {"mesh": "tp:2"})).needs_devices
     )
     ExplainOptions(**options, devices="cpu:4").validate()
+
+
+def test_an_audit_simulates_as_many_devices_as_the_mesh_has_and_a_plan_alone_wakes_none(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("shardwise.cli.explain.start", lambda options: asked.append(options.devices))
+    monkeypatch.setattr("shardwise.planner.explain_command.run", lambda options: 0)
+    for more in ([], ["--audit"]):
+        assert main(["explain", str(llama), "--mesh", "fsdp:8,tp:4", *more]) == 0
+    assert asked == ["cpu", "cpu:32"]
 
 
 # --- large models
