@@ -259,8 +259,9 @@ def _weight_gradient(
     rows = {axis for axes in specs.operand[:2] for axis in axes}
     path = d.path
     cut = {axis for axes in d.spec for axis in axes}
-    # A kv head's copies are added up in between, so that nothing is scattered.
-    scattered = () if repeated else ledger.spread([axis for axis in DATA_AXES if axis in rows & cut])
+    # Copies of a kv head are added up in between, and padding for fsdp is added: then nothing is scattered.
+    whole = repeated or d.shape != d.use_shape
+    scattered = () if whole else ledger.spread([axis for axis in DATA_AXES if axis in rows & cut])
     if scattered:
         ledger.add("reduce-scatter", scattered, ledger.wide, elements, count, "backward", path,
                    "gradient summed and scattered", in_loop)  # fmt: skip
@@ -270,8 +271,8 @@ def _weight_gradient(
                "gradient summed over the batch", in_loop)  # fmt: skip
     if repeated:
         slots = specs.kernel[0]
-        whole = math.prod(d.use_shape[d.stacked :])
-        ledger.add("all-reduce", slots, ledger.compute, whole, count, "backward", path,
+        stored = math.prod(d.use_shape[d.stacked :])
+        ledger.add("all-reduce", slots, ledger.compute, stored, count, "backward", path,
                    "gradients of a kv head's copies added", in_loop)  # fmt: skip
 
 
@@ -313,9 +314,10 @@ def _update(ledger: Ledger) -> None:
     plan, optimizer = ledger.plan, ledger.workload.optimizer
     ledger.add("all-reduce", plan.batch_axes(), "float32", 1, 1, "update", "tokens", "trained tokens counted")
     times = 2 if optimizer is not None and optimizer.max_grad_norm else 1
+    dtype = "float64" if ledger.workload.param_dtype == "float64" else "float32"
     for d in plan.decisions:
         for axes in d.spec:
-            ledger.add("all-reduce", axes, ledger.workload.param_dtype, 1, times, "update", d.path,
+            ledger.add("all-reduce", axes, dtype, 1, times, "update", d.path,
                        "its part of the global norm")  # fmt: skip
 
 
