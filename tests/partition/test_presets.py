@@ -252,9 +252,27 @@ def test_a_rules_file_needs_no_particular_ending(tmp_path: Path) -> None:
     assert load_rules(str(path)).axes_of["mlp"] == ()
 
 
-def test_an_override_of_a_rules_file_that_matches_nothing_is_noted(tmp_path: Path) -> None:
+def test_an_override_of_a_rules_file_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     rules = load_rules(write(tmp_path, "overrides: ['mlp/w1=tp,fsdp', 'lm_head/bias=whole']"))
-    assert plan(rules).notes == ("override 'mlp/w1=tp,fsdp' of rules 'mine.yaml' matches no parameter",)
+    with pytest.raises(
+        ConfigError, match=r"rules 'mine.yaml': override 'mlp/w1=tp,fsdp' matches no parameter"
+    ):
+        plan(rules)
+    assert plan(load_rules(write(tmp_path, "overrides: ['lm_head/bias=whole']"))).notes == ()
+
+
+def test_a_head_layout_and_a_rules_files_own_override_on_the_head_are_refused(tmp_path: Path) -> None:
+    rules = load_rules(write(tmp_path, "overrides: ['lm_head/kernel=tp,fsdp']"))
+    assert plan(rules).head_layout == "vocab"
+    with pytest.raises(
+        ConfigError, match=r"override 'lm_head/kernel=tp,fsdp' of rules 'mine.yaml' both decide"
+    ):
+        plan_model(CONFIG, EVEN, rules, head_layout="hidden")
+
+
+def test_rules_that_cut_layers_over_fsdp_say_that_layers_run_one_after_the_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layers run one after the other"):
+        plan(load_rules(write(tmp_path, "params: {layers: fsdp}")))
 
 
 @pytest.mark.parametrize(

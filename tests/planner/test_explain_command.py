@@ -150,6 +150,18 @@ def test_swapping_fsdp_shows_no_difference_but_in_single_numbers(explain: Explai
     assert changes and all(change == "same" or change.endswith("bytes") for change in changes)
 
 
+def test_rules_beyond_the_prediction_are_named_and_an_audit_of_them_fails(
+    explain: Explain, tmp_path: Path
+) -> None:
+    rules = tmp_path / "r.yaml"
+    rules.write_text("activations: {kv_cache: [[dp, fsdp], null, null, null]}")
+    given = ("--mesh", "tp:2", "--task", "prefill", "--seq", 16, "--rules", rules)
+    out = good(explain(*given)).replace("\n    ", " ")
+    assert "not in this prediction (--audit compiles it): kv_cache cut otherwise than key" in out
+    code, shown, _ = explain(*given, "--audit")
+    assert code == 1 and "more than the 1 % allowed" in shown
+
+
 def test_audit_puts_the_compiled_step_beside(explain: Explain) -> None:
     out = good(explain("--mesh", "2,2,2", "--task", "decode", "--seq", 16, "--audit"))
     assert "compiled, for one device of 8" in out and "bytes unexplained: 0.00%" in out

@@ -16,6 +16,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import HeadSlots, Padding, round_up
 from shardwise.partition.plan import DATA_AXES, ActivationDecision, Decision, ParamSpec, Plan
+from shardwise.partition.presets import PRESETS
 from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec
 
 HEAD_AXES = ("tp",)
@@ -84,7 +85,8 @@ class _Decider:
             if i not in used:
                 raise ConfigError(_matched_nothing(override, [param.path for param in self.params]))
         activations = tuple(self._activation(name) for name in ACTIVATIONS)
-        notes = self._idle_axes(decisions, activations) + self._unused_rules()
+        self._refuse_unused_rules()
+        notes = self._idle_axes(decisions, activations)
         return Plan(
             self.config, self.mesh, self.asked, self.padding, tuple(decisions), activations,
             self.overrides, self.asked_layout, notes,
@@ -146,6 +148,12 @@ class _Decider:
                     f"head layout {self.asked_layout!r} and override {override.text!r} both decide"
                     f" {param.path}; drop one"
                 )
+            own = next((o for o in self.asked.overrides if o.matches(param.path)), None)
+            if override is None and param.path == self.head and own and own not in _PRESET_OVERRIDES:
+                raise ConfigError(
+                    f"head layout {self.asked_layout!r} and override {own.text!r} of rules"
+                    f" {self.asked.name!r} both decide {param.path}; drop one"
+                )
             if override is None:
                 return self._decide_head(param, self.head_layout)
         if override is not None:
@@ -190,15 +198,15 @@ class _Decider:
         """`wanted` where it divides `use_shape`, which was padded for `cuts` (default self.cuts)."""
         axes, mesh = param.axes, self.mesh
         flat = [axis for mesh_axes in wanted for axis in mesh_axes]
+        if axes[0] == "layers" and wanted[0]:
+            raise ConfigError(
+                f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim"
+            )
         twice = next((axis for axis in flat if flat.count(axis) > 1), None)
         if twice:
             names = [axis for axis, mesh_axes in zip(axes, wanted, strict=True) if twice in mesh_axes]
             raise ConfigError(
                 f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one"
-            )
-        if axes[0] == "layers" and wanted[0]:
-            raise ConfigError(
-                f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim"
             )
         notes: list[str] = []
         spec: list[tuple[str, ...]] = []
@@ -382,14 +390,12 @@ class _Decider:
         by = f"activation rule {name!r}" if given else "rules of its logical axes"
         return ActivationDecision(name, axes, tuple(spec), by, tuple(notes))
 
-    def _unused_rules(self) -> tuple[str, ...]:
-        """A sentence for each override of the rules that no parameter of such a model could have matched."""
-        paths = [param.path for param in self.params] + ["lm_head/kernel", "lm_head/bias"]
-        return tuple(
-            f"override {override.text!r} of rules {self.asked.name!r} matches no parameter"
-            for override in self.rules.overrides
-            if not any(override.matches(path) for path in paths)
-        )
+    def _refuse_unused_rules(self) -> None:
+        """Refuses an override of the rules that no parameter of such a model, tied or not, could match."""
+        paths = [*dict.fromkeys((*(p.path for p in self.params), "lm_head/kernel", "lm_head/bias"))]
+        for override in self.rules.overrides:
+            if not any(override.matches(path) for path in paths):
+                raise ConfigError(f"rules {self.asked.name!r}: {_matched_nothing(override, paths)}")
 
     def _idle_axes(
         self, decisions: Sequence[Decision], activations: Sequence[ActivationDecision]
@@ -411,6 +417,9 @@ def _but_fsdp(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _not_divided(size: int) -> Callable[[int], bool]:
     return lambda parts: size % parts != 0
+
+
+_PRESET_OVERRIDES = frozenset(override for rules in PRESETS.values() for override in rules.overrides)
 
 
 def _matched_nothing(override: Override, paths: Sequence[str]) -> str:

@@ -18,6 +18,9 @@ from shardwise.planner.predict import Ledger, predict
 from shardwise.steps.build import build_step
 from shardwise.steps.workload import Workload
 
+ALLOWED_SHARE = 0.01
+"""Of the bytes moved, what may be left unexplained."""
+
 
 @dataclass(frozen=True)
 class Row:

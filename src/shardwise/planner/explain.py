@@ -15,7 +15,7 @@ from shardwise.partition.plan import Decision, Plan
 from shardwise.partition.rules import Spec
 from shardwise.planner.collectives import Collective, totals
 from shardwise.planner.memory import Memory, memory
-from shardwise.planner.predict import Flops, Ledger, itemsize, predict
+from shardwise.planner.predict import Flops, Ledger, itemsize, not_modelled, predict
 from shardwise.planner.reasons import reason
 from shardwise.steps.loss import chunk_length
 from shardwise.steps.workload import Workload
@@ -111,6 +111,7 @@ class Explanation:
                 "attention_flops_per_device": sum(f.amount for f in self.flops if f.cause == "attention"),
                 "head_layout": self.plan.head_layout,
                 "rules": self.plan.rules.name,
+                "not_predicted": list(not_modelled(self.plan)),
                 "collectives": [
                     {"axes": list(axes), "op": op, **asdict(total)}
                     for (axes, op), total in totals(self.collectives, mesh).items()

@@ -21,7 +21,7 @@ from shardwise.partition.plan import Decision, Plan
 from shardwise.partition.plan_file import differences, mesh_of, read_plan_file
 from shardwise.partition.rules import Override, Spec
 from shardwise.planner import explain_view as view
-from shardwise.planner.audit import audit
+from shardwise.planner.audit import ALLOWED_SHARE, Audit, audit
 from shardwise.planner.choose import head_choice, plan_on
 from shardwise.planner.explain import explain
 from shardwise.planner.hardware import DEVICES
@@ -36,7 +36,7 @@ DEFAULT_SEQ = 2048
 
 
 def run(options: ExplainOptions) -> int:
-    """Print the explanation; returns the exit code."""
+    """Print the explanation; returns the exit code: 1 if an audit leaves more unexplained than is allowed."""
     from shardwise.api import open_model, resolve_mesh
     from shardwise.families import config_from_hf
 
@@ -59,24 +59,23 @@ def run(options: ExplainOptions) -> int:
         path = Path(options.json).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
+    audits: dict[str, Audit] = {}
     if options.tensor is not None:
         view.tensors(console, explanation, matching(plan, options.tensor))
     elif options.swap is not None:
         view.swap(console, explanation, explain(swapped(plan, options.swap), workload), options.swap)
         if options.audit:
-            view.audited(
-                console,
-                audit(swapped(plan, options.swap), workload, simulated(mesh)),
-                "with the swap, compiled",
-            )
+            audits["with the swap, compiled"] = audit(swapped(plan, options.swap), workload, simulated(mesh))
     else:
         view.overview(console, name, explanation, choice)
     if options.audit:
-        view.audited(console, audit(plan, workload, simulated(mesh)), "compiled")
+        audits["compiled"] = audit(plan, workload, simulated(mesh))
+    for title, found in audits.items():
+        view.audited(console, found, title)
     for written in (options.json, options.save_plan):
         if written is not None:
             console.print(f"wrote {written}", markup=False)
-    return 0
+    return int(any(found.unexplained_share > ALLOWED_SHARE for found in audits.values()))
 
 
 def simulated(mesh: MeshSpec) -> list[jax.Device]:

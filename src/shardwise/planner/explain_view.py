@@ -15,10 +15,11 @@ from rich.table import Table
 
 from shardwise.models.flops import parameter_count
 from shardwise.partition.plan import Decision, Plan
-from shardwise.planner.audit import Audit
+from shardwise.planner.audit import ALLOWED_SHARE, Audit
 from shardwise.planner.collectives import Collective, Op, Phase, Total, totals
 from shardwise.planner.explain import Explanation, TensorReport
 from shardwise.planner.head_choice import HeadChoice
+from shardwise.planner.predict import not_modelled
 from shardwise.planner.reasons import role
 from shardwise.steps.workload import Workload
 
@@ -71,6 +72,9 @@ def overview(out: Console, name: str, e: Explanation, choice: HeadChoice | None)
         out.print(line)
     _totals(out, e)
     _memory(out, e)
+    for line in not_modelled(plan):
+        text = f"not in this prediction (--audit compiles it): {line}"
+        out.print(textwrap.fill(text, out.width, subsequent_indent="    "))
     for line in plan.fallbacks:
         out.print(textwrap.fill(f"note: {line}", out.width, subsequent_indent="    "))
 
@@ -157,7 +161,9 @@ def audited(out: Console, a: Audit, title: str) -> None:
         f"GFLOP of products: predicted {a.predicted_flops / 1e9:,.6g}, compiled {a.compiled_flops / 1e9:,.6g}"
     )
     share = a.unexplained_share
-    out.print(f"bytes unexplained: {share:.2%}" + ("" if share <= 0.01 else ", more than the 1 % allowed"))
+    out.print(
+        f"bytes unexplained: {share:.2%}" + ("" if share <= ALLOWED_SHARE else ", more than the 1 % allowed")
+    )
     for label, group in (("compiled, not predicted", a.unexplained), ("predicted, not compiled", a.absent)):
         _left_over(out, label, group, a)
 

@@ -163,6 +163,37 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
     return ledger
 
 
+def not_modelled(plan: Plan) -> tuple[str, ...]:
+    """What rules ask of a plan that its prediction leaves out, a sentence each; the audit shows it.
+
+    The model's numbers do not depend on any of it.
+    """
+    spread = {name: _spread(plan, name) for name in ACTIVATIONS}
+    found = []
+    inner = [name for name in ("query", "key", "value", "attention_out", "kv_cache") if any(spread[name][3:])]
+    if inner:
+        found.append(f"{', '.join(inner)} cut within a head: rotary embedding and scores exchange parts")
+    heads = {name: spread[name][2] for name in ("query", "key", "value", "attention_out")}
+    if len(set(heads.values())) > 1:
+        found.append("query, key, value and attention_out cut differently over heads: attention gathers some")
+    if spread["kv_cache"] != spread["key"]:
+        found.append("kv_cache cut otherwise than key: new keys and values are moved into it")
+    if spread["residual"][2]:
+        found.append("residual cut over embed: norms exchange sums, and their scales' gradients are cut")
+    if spread["mlp_hidden"][1] or spread["query"][1]:
+        found.append("mlp_hidden or query cut over the length: the products around them move more")
+    if any("tp" in spread[name][0] for name in spread):
+        found.append("the batch cut over tp: products that tp cuts gather rows")
+    if any(d.use.kind == "scale" and any(d.at_use()) for d in plan.decisions):
+        found.append("norm scales cut at use: the residual follows them")
+    return tuple(found)
+
+
+def _spread(plan: Plan, name: str) -> Spec:
+    """An activation's cut without axes of one device."""
+    return tuple(tuple(a for a in axes if plan.mesh.sizes[a] > 1) for axes in plan.activation(name))
+
+
 def layer_runs(ledger: Ledger, decision: Decision) -> tuple[int, bool]:
     """How often what a parameter causes happens in a pass, and whether that is in a loop."""
     micro = ledger.workload.grad_accum_steps if ledger.trains else 1
