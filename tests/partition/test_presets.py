@@ -264,9 +264,7 @@ def test_an_override_of_a_rules_file_that_matches_nothing_is_refused(tmp_path: P
 def test_a_head_layout_and_a_rules_files_own_override_on_the_head_are_refused(tmp_path: Path) -> None:
     rules = load_rules(write(tmp_path, "overrides: ['lm_head=tp,fsdp']"))
     assert plan(rules).head_layout == "vocab"
-    with pytest.raises(
-        ConfigError, match=r"override 'lm_head=tp,fsdp' of rules 'mine.yaml' both decide"
-    ):
+    with pytest.raises(ConfigError, match=r"override 'lm_head=tp,fsdp' of rules 'mine.yaml' both decide"):
         plan_model(CONFIG, EVEN, rules, head_layout="hidden")
 
 
