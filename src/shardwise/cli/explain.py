@@ -120,16 +120,12 @@ def run(options: ExplainOptions) -> int:
 
 def _simulated(options: ExplainOptions) -> str:
     """Simulated devices for the audit, one otherwise: no accelerator is woken for a plan."""
-    from shardwise.partition.mesh import MeshSpec
-    from shardwise.partition.plan_file import mesh_of, read_plan_file
+    from shardwise.planner.choose import asked_mesh
     from shardwise.runtime.devices import running_processors
 
     if not options.audit:
         return "cpu"
-    if options.mesh is not None:
-        mesh = MeshSpec.parse(options.mesh)
-    else:
-        assert options.plan is not None
-        mesh = mesh_of(read_plan_file(options.plan), options.plan)
+    mesh = asked_mesh(options)
+    assert mesh is not None, "explain needs a mesh or a plan file"
     running = running_processors()  # more than 0 where a program, not the command line, calls
     return f"cpu:{running if running >= mesh.num_devices else mesh.num_devices}"

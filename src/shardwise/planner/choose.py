@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api import plan, resolve_mesh
-from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Plan
 from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan, save_plan
-from shardwise.partition.rules import HeadLayout, Override, Rules
+from shardwise.partition.rules import HeadLayout
 from shardwise.planner.hardware import DEVICES, Device
 from shardwise.planner.head_choice import HeadChoice, choose_head_layout
 from shardwise.steps.workload import Workload
@@ -45,40 +44,48 @@ def plan_for(
     Raises:
         ConfigError, MeshError: options that this model and these devices cannot follow.
     """
-    content = None if options.plan is None else read_plan_file(options.plan)
-    asked: str | MeshSpec | None = options.mesh
-    if asked is None and content is not None:
-        asked = mesh_of(content, options.plan or "")
+    # As text where there is text: a mistake in it is then told along with the devices that there are.
+    asked = asked_mesh(options) if options.mesh is None else options.mesh
     mesh = resolve_mesh(asked, task, devices)
     if devices is None:
         import jax
 
         devices = jax.devices()
     device = DEVICES.get(devices[0].platform, DEVICES["cpu"])
-    return plan_on(options, config, mesh, workload(mesh), device, say)
+    made, choice = plan_on(options, config, mesh, workload(mesh), device)
+    lines = [choice.summary()] if choice is not None else []
+    lines += [f"note: {note}" for note in made.notes]
+    lines += [f"wrote {options.save_plan}"] if options.save_plan is not None else []
+    for line in lines:
+        say(line)
+    return made
+
+
+def asked_mesh(options: MeshOptions) -> MeshSpec | None:
+    """The mesh of `--mesh`, which may hold a -1, or of the plan file; None where neither is given."""
+    if options.mesh is not None:
+        return MeshSpec.parse(options.mesh)
+    return None if options.plan is None else mesh_of(read_plan_file(options.plan), options.plan)
 
 
 def plan_on(
-    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device, say: Say
-) -> Plan:
-    """The same on a given mesh, whether or not it is there; saves the plan where that is asked for."""
+    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device
+) -> tuple[Plan, HeadChoice | None]:
+    """The same on a given mesh, whether or not it is there, and the comparison behind its head layout, if
+    there was one; saves the plan where that is asked for."""
+    choice = None
     if options.plan is not None:
         made = restore_plan(
             read_plan_file(options.plan), options.plan, config, mesh,
-            lambda *given: _from_file(options.plan or "", config, mesh, *given),
+            lambda *given: plan_model(config, mesh, *given),
         )  # fmt: skip
     else:
         choice = head_choice(options, config, mesh, workload, device)
         layout = _layout(options) if choice is None else choice.layout
         made = _make(options, config, mesh, layout)
-        if choice is not None:
-            say(choice.summary())
-    for note in made.notes:
-        say(f"note: {note}")
     if options.save_plan is not None:
         save_plan(made, options.save_plan)
-        say(f"wrote {options.save_plan}")
-    return made
+    return made, choice
 
 
 def head_choice(
@@ -96,20 +103,6 @@ def head_choice(
     if overridden or "tp" not in base.rules.mesh_axes("vocab"):
         return None
     return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, device)
-
-
-def _from_file(
-    path: str,
-    config: ModelConfig,
-    mesh: MeshSpec,
-    rules: Rules,
-    overrides: Sequence[Override],
-    layout: HeadLayout | None,
-) -> Plan:
-    try:
-        return plan_model(config, mesh, rules, overrides, layout)
-    except ConfigError as error:
-        raise ConfigError(f"plan file {path}: {error}") from None
 
 
 def _layout(options: MeshOptions) -> HeadLayout | None:

@@ -17,7 +17,6 @@ from shardwise.planner.collectives import Collective, totals
 from shardwise.planner.memory import Memory, memory
 from shardwise.planner.predict import Flops, Ledger, itemsize, not_modelled, predict
 from shardwise.planner.reasons import reason
-from shardwise.steps.loss import chunk_length
 from shardwise.steps.workload import Workload
 
 
@@ -177,7 +176,7 @@ def _logits(ledger: Ledger) -> ActivationReport:
     notes: tuple[str, ...] = ()
     if workload.task in ("train", "score"):
         here = head.use_shape[0] // plan.mesh.size(spec[2])
-        length = chunk_length(ledger.rows, length, here, max(4, itemsize(ledger.compute)))
+        length, _ = ledger.chunks(here)
         notes = (f"a chunk of {length} of {workload.length} positions at a time",)
     shape = (ledger.rows * plan.batch_multiple(), length, head.use_shape[0])
     size = ledger.local(shape, spec) * itemsize(ledger.wide)

@@ -18,11 +18,11 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Decision, Plan
-from shardwise.partition.plan_file import differences, mesh_of, read_plan_file
+from shardwise.partition.plan_file import differences, read_plan_file
 from shardwise.partition.rules import Override, Spec
 from shardwise.planner import explain_view as view
 from shardwise.planner.audit import ALLOWED_SHARE, Audit, audit
-from shardwise.planner.choose import head_choice, plan_on
+from shardwise.planner.choose import asked_mesh, plan_on
 from shardwise.planner.explain import explain
 from shardwise.planner.hardware import DEVICES
 from shardwise.steps.optimizer import OptimizerConfig
@@ -42,14 +42,14 @@ def run(options: ExplainOptions) -> int:
 
     name = options.model[0]
     config = config_from_hf(open_model(name).hf_config)
-    mesh = _mesh(options)
+    mesh = asked_mesh(options)
+    assert mesh is not None, "explain needs a mesh or a plan file"
     if options.needs_devices:
         mesh = resolve_mesh(mesh, options.task)
     workload = workload_of(options, config, mesh)
     console = view.console()
     quiet = options.json == "-"
-    choice = head_choice(options, config, mesh, workload, DEVICES["tpu"]) if options.plan is None else None
-    plan = plan_on(options, config, mesh, workload, DEVICES["tpu"], lambda _: None)
+    plan, choice = plan_on(options, config, mesh, workload, DEVICES["tpu"])
     explanation = explain(plan, workload)
     if options.json is not None:
         text = json.dumps(explanation.to_json(name), indent=1)
@@ -63,9 +63,10 @@ def run(options: ExplainOptions) -> int:
     if options.tensor is not None:
         view.tensors(console, explanation, matching(plan, options.tensor))
     elif options.swap is not None:
-        view.swap(console, explanation, explain(swapped(plan, options.swap), workload), options.swap)
+        other = swapped(plan, options.swap)
+        view.swap(console, explanation, explain(other, workload), options.swap)
         if options.audit:
-            audits["with the swap, compiled"] = audit(swapped(plan, options.swap), workload, simulated(mesh))
+            audits["with the swap, compiled"] = audit(other, workload, simulated(mesh))
     else:
         view.overview(console, name, explanation, choice)
     if options.audit:
@@ -216,10 +217,3 @@ def _other_dims(d: Decision, source: int) -> list[int]:
     outputs, inputs = list(range(first, split)), list(range(split, len(d.axes)))
     sides = (inputs, outputs) if source < split else (outputs, inputs)
     return [dim for side in sides for dim in side if dim != source]
-
-
-def _mesh(options: ExplainOptions) -> MeshSpec:
-    if options.mesh is not None:
-        return MeshSpec.parse(options.mesh)
-    assert options.plan is not None
-    return mesh_of(read_plan_file(options.plan), options.plan)

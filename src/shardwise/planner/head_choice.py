@@ -16,7 +16,6 @@ from shardwise.planner.collectives import Collective
 from shardwise.planner.hardware import Device
 from shardwise.planner.predict import Ledger, itemsize, predict
 from shardwise.planner.predict_head import head_cause
-from shardwise.steps.loss import chunk_length
 from shardwise.steps.workload import Workload
 
 
@@ -100,8 +99,7 @@ def _passes(ledger: Ledger, vocab: int) -> int:
     workload = ledger.workload
     if workload.task not in ("train", "score"):
         return 1
-    step = chunk_length(ledger.rows, workload.length, vocab, max(4, itemsize(workload.compute_dtype)))
-    chunks = -(-workload.length // step)
+    _, chunks = ledger.chunks(vocab)
     return 3 * chunks * workload.grad_accum_steps if ledger.trains else chunks
 
 

@@ -1,6 +1,6 @@
 """`shardwise info`: what a model is made of, from shapes alone.
 
-Not here: costs and reasons in full (explain, later in this folder).
+Not here: how a mesh cuts it and what that costs (explain.py).
 """
 
 from __future__ import annotations

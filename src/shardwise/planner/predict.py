@@ -18,6 +18,7 @@ from shardwise.partition.constraints import ProductSpecs, summed_together
 from shardwise.partition.plan import DATA_AXES, Decision, Plan
 from shardwise.partition.rules import ACTIVATIONS, Spec
 from shardwise.planner.collectives import Collective, Op, Phase
+from shardwise.steps.loss import chunks_of
 from shardwise.steps.workload import Workload
 
 _SIZES = {"bool": 1, "bfloat16": 2, "int32": 4, "float32": 4, "float64": 8}
@@ -81,6 +82,10 @@ class Ledger:
             for size, axes in zip(shape, spec, strict=True)
         )
         return math.prod(parts)
+
+    def chunks(self, vocab: int) -> tuple[int, int]:
+        """Positions per chunk of a loss or of scores, and number of chunks; `vocab` is a device's ids."""
+        return chunks_of(self.rows, self.workload.length, vocab, itemsize(self.compute))
 
     def add(
         self, op: Op, axes: Sequence[str], dtype: str, elements: int, count: int, phase: Phase, cause: str,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.models.vocabulary import vocab_cut
 from shardwise.partition.plan import Decision
-from shardwise.planner.predict import Flops, Ledger, itemsize
-from shardwise.steps.loss import chunk_length
+from shardwise.planner.predict import Flops, Ledger
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,10 @@ def _product(ledger: Ledger, m: _Matrix, tokens: int, runs: int) -> None:
         ledger.flops.append(Flops(head_cause(m.path), "backward", 2 * amount))
 
 
-def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> int:
-    """The chunked logits of every token, with `sums` sums of a number a token; returns tokens computed."""
-    rows, length, wide = ledger.rows, ledger.workload.length, ledger.wide
-    # operands wider than float32 make smaller chunks
-    step = chunk_length(rows, length, m.rows, max(4, itemsize(ledger.compute)))
-    chunks = -(-length // step)
+def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> None:
+    """The chunked logits of every token, with `sums` sums of a number a token."""
+    rows, wide = ledger.rows, ledger.wide
+    step, chunks = ledger.chunks(m.rows)
     runs, here = micro * chunks, head_cause(m.path)
     _whole_residual(ledger, micro, here)
     ledger.add("all-reduce", m.contract, wide, rows * step * m.rows, runs, "forward", here,
@@ -118,7 +115,6 @@ def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> int:
         ledger.add("all-reduce", m.vocab, wide, rows * step, runs * (1 + sums), "forward", here,
                    "a maximum and sums of one number a token", True)  # fmt: skip
     _product(ledger, m, rows * step, runs)
-    return chunks * step
 
 
 def _whole_residual(ledger: Ledger, micro: int, cause: str) -> None:
@@ -158,8 +154,7 @@ def _scores(ledger: Ledger, m: _Matrix) -> None:
         ledger.add("all-gather", everyone, dtype, tokens, 1, "forward", here, "the scores, to every device")
     if not workload.top_n:
         return
-    step = chunk_length(ledger.rows, workload.length, m.rows, max(4, itemsize(ledger.compute)))
-    chunks = -(-workload.length // step)
+    step, chunks = ledger.chunks(m.rows)
     candidates = min(workload.top_n, m.rows) * ledger.plan.mesh.size(m.vocab)
     for dtype in (ledger.wide, "int32"):
         ledger.add("all-gather", m.vocab, dtype, ledger.rows * step * candidates, chunks, "forward", here,

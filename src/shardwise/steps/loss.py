@@ -33,6 +33,13 @@ def chunk_length(rows: int, length: int, vocab: int, itemsize: int = 4) -> int:
     return -(-length // chunks)
 
 
+def chunks_of(rows: int, length: int, vocab: int, itemsize: int) -> tuple[int, int]:
+    """Positions per chunk and number of chunks, where the head's operands have `itemsize` bytes an element:
+    logits are float32 at least. Other arguments as for chunk_length."""
+    step = chunk_length(rows, length, vocab, max(4, itemsize))
+    return step, -(-length // step)
+
+
 def cross_entropy(
     place: Placement,
     hidden: jax.Array,
@@ -141,8 +148,7 @@ def in_chunks(vocab: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, 
         vocab: logits a position on one device.
     """
     rows, length = x.shape[:2]
-    step = chunk_length(rows, length, vocab, max(4, x.dtype.itemsize))
-    chunks = -(-length // step)
+    step, chunks = chunks_of(rows, length, vocab, x.dtype.itemsize)
 
     def split(array: jax.Array) -> jax.Array:
         fill = [(0, 0)] * array.ndim
