@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardwise.models.vocabulary import vocab_cut
 from shardwise.partition.plan import Decision
 from shardwise.planner.predict import Flops, Ledger
+from shardwise.steps.sampling import BISECTIONS
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,9 @@ def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
         ledger.reshard(shape, (batch, (), m.vocab), ((), (), ()), wide, 1, "forward", here,
                        "whole logits, to every device")  # fmt: skip
         return
-    chosen = 69 if workload.choose == "sample" else 2
+    # The greatest and the lowest id that has it; drawing: that of the logits and of what is drawn, the sum of
+    # what top-k keeps, and for top-k and top-p each a bisection with a count of what lies above.
+    chosen = 5 + 2 * (BISECTIONS + 1) if workload.choose == "sample" else 2
     ledger.add("all-reduce", m.vocab, "float32", rows, chosen, "forward", here,
                "maxima, counts and sums of one number a row")  # fmt: skip
     if workload.choose == "sample":

@@ -19,6 +19,8 @@ from shardwise.models.head import Columns
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import partition_spec
 
+BISECTIONS = 31
+"""Rounds that find a float32 which is not negative by its bits."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by less only overflows."""
 
@@ -131,7 +133,7 @@ def _keep_largest(
     rows = powers.shape[0]
     low = jnp.zeros((rows,), jnp.int32)
     high = jnp.full((rows,), jnp.int32(0x3F800001))  # just above the bits of 1.0, the greatest power
-    least, _ = jax.lax.fori_loop(0, 31, halve, (low, high))
+    least, _ = jax.lax.fori_loop(0, BISECTIONS, halve, (low, high))
     above, equal = bits > least[:, None], bits == least[:, None]
     value = jax.lax.bitcast_convert_type(least, jnp.float32)
     each = value if unit is None else unit(value)
