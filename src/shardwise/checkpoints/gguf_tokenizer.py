@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoints.gguf_reader import read_metadata
+from shardwise.checkpoints.gguf_parser import read_metadata
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
