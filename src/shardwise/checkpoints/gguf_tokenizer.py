@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoints.gguf_reader import read_metadata
+from shardwise.checkpoints.gguf_parser import read_metadata
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 _REMEDY = (
     "put the file into a folder of its own together with the model's tokenizer.json and"
     " tokenizer_config.json, and name that folder"
@@ -46,6 +46,11 @@ _WHOLE_WORDS = (
     "tekken",
 )
 
+# Vocabularies whose text is put into Unicode's composed form (NFC) first, as Qwen2Tokenizer does.
+_COMPOSED = ("qwen2",)
+# Architectures whose sentencepiece vocabularies have pieces of several spaces.
+_SPACES_MERGE = ("gemma2", "gemma3")
+
 
 def tokenizer_from_gguf(file: Path, metadata: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF file describes.
@@ -61,7 +66,7 @@ def tokenizer_from_gguf(file: Path, metadata: Mapping[str, Any] | None = None) -
     Raises:
         CheckpointError: no tokenizer in the file, or one that cannot be reproduced.
     """
-    metadata = read_metadata(file) if metadata is None else metadata
+    metadata = _respelled(read_metadata(file) if metadata is None else metadata)
     if not metadata.get("tokenizer.ggml.tokens"):
         raise CheckpointError(f"{file}: has no tokenizer; {_REMEDY}")
     try:
@@ -71,6 +76,25 @@ def tokenizer_from_gguf(file: Path, metadata: Mapping[str, Any] | None = None) -
     except Exception as error:  # transformers' conversion is internal and raises whatever its parts raise
         raise CheckpointError(f"{file}: its tokenizer cannot be built ({error}); {_REMEDY}") from error
     return _finish(file, backend, metadata)
+
+
+def _respelled(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gemma's tokens of spaces alone as its merges spell them.
+
+    Converters write «▁▁» as two spaces and call it user-defined, so that llama.cpp takes it before it merges
+    anything. In the original it is a piece that comes about by merging.
+    """
+    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    if metadata.get("general.architecture") not in _SPACES_MERGE or not sentencepiece:
+        return metadata
+    tokens = list(metadata.get("tokenizer.ggml.tokens", ()))
+    kinds = list(metadata.get("tokenizer.ggml.token_type") or ())
+    for number, token in enumerate(tokens):
+        if token and not token.strip(" "):
+            tokens[number] = "▁" * len(token)
+            if kinds:
+                kinds[number] = _NORMAL
+    return {**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
 
 
 def _backend(file: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -150,7 +174,7 @@ def _check_ids(
 
 
 def _set_byte_level_rules(file: Path, backend: Tokenizer, pre: str | None) -> None:
-    from tokenizers import Regex, pre_tokenizers
+    from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -172,6 +196,8 @@ def _set_byte_level_rules(file: Path, backend: Tokenizer, pre: str | None) -> No
         raise CheckpointError(f"{file}: splits text by {pre!r}, which is not supported; {_REMEDY}")
     if pre in _WHOLE_WORDS:
         backend.model.ignore_merges = True
+    if pre in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
 
 
 def _set_space_rules(backend: Tokenizer, add_space_prefix: bool) -> None:
