@@ -17,6 +17,7 @@ from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan,
 from shardwise.partition.rules import HeadLayout
 from shardwise.planner.hardware import DEVICES, Device
 from shardwise.planner.head_choice import HeadChoice, choose_head_layout
+from shardwise.runtime.distributed import is_main_process
 from shardwise.steps.workload import Workload
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def plan_for(
         devices = jax.devices()
     device = DEVICES.get(devices[0].platform, DEVICES["cpu"])
     made, choice = plan_on(options, config, mesh, workload(mesh), device)
-    if options.save_plan is not None:
+    if options.save_plan is not None and is_main_process():  # the processes' plans are the same
         save_plan(made, options.save_plan)
     lines = [choice.summary()] if choice is not None else []
     lines += [f"note: {note}" for note in made.notes]
