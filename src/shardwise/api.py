@@ -96,6 +96,8 @@ def plan(
     if -1 in spec.sizes.values():
         raise ConfigError(f"mesh {spec} has a -1, but planning looks at no devices; give all three sizes")
     rules = load_rules(rules) if isinstance(rules, str) else rules
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides is the text {overrides!r}; give a list of such texts: [{overrides!r}]")
     return plan_model(config, spec, rules, [Override.parse(text) for text in overrides], head_layout)
 
 

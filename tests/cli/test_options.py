@@ -89,6 +89,10 @@ def test_no_prompt_and_too_much_context_are_refused() -> None:
         (generate(seed=5), "--seed has no effect with --temperature 0"),
         (ConvertOptions(model="m", out="o", devices="cpu:8"), "--devices has no effect without --mesh"),
         (ConvertOptions(model="m", out="o", rules="tp"), "--rules has no effect without --mesh"),
+        (
+            ConvertOptions(model="m", out="o", head_layout="vocab"),
+            "--head-layout has no effect without --mesh",
+        ),
     ],
 )
 def test_a_combination_without_sense_is_refused_with_the_flags(options: Options, words: str) -> None:
@@ -107,6 +111,7 @@ def test_a_combination_without_sense_is_refused_with_the_flags(options: Options,
         EvalOptions(model="m", perplexity="f", length=8, context=7),
         generate(temperature=0.5, top_p=0.5, min_p=0.1, top_k=3, seed=1),
         ConvertOptions(model="m", out="o", mesh="1,1,2", devices="cpu:2"),
+        ConvertOptions(model="m", out="o", plan="p.json", devices="cpu:2"),
     ],
 )
 def test_a_sensible_combination_passes(options: Options) -> None:
@@ -139,6 +144,10 @@ def test_absent_input_and_present_output_are_named(tmp_path: Path, monkeypatch: 
         finetune(out="dossier été").check_paths()
     with pytest.raises(CheckpointError, match="OUT: a.txt exists already"):
         ConvertOptions(model="m", out="a.txt").check_paths()
+    with pytest.raises(CheckpointError, match="--save-plan: a+ cannot be made: File name too long"):
+        EvalOptions(model="m", perplexity="a.txt", save_plan="a" * 300).check_paths()
+    with pytest.raises(DataError, match="--plan: file or folder not found: a+$"):
+        EvalOptions(model="m", perplexity="a.txt", plan="a" * 300).check_paths()
     with pytest.raises(CheckpointError, match="--resume: folder not found: c"):
         finetune(resume=True, checkpoint_dir="c").check_paths()
 

@@ -77,9 +77,10 @@ def arguments(folder: Path, mesh: str, name: str, *more: str) -> list[str]:
     return [
         "finetune", str(folder / "model"), "--data", data, "--eval-data", data, "--length", "16",
         "--global-batch", str(BATCH), "--steps", str(STEPS), "--learning-rate", "1e-2", "--adam-eps", "1e-4",
-        "--mesh", mesh, "--head-layout", "vocab",
+        "--mesh", mesh, *(["--head-layout", "vocab"] if mesh == MESHES["tp"] else []),
         "--checkpoint-dir", str(folder / f"{name}-checkpoints"), "--checkpoint-every", "2",
-        "--metrics", str(folder / f"{name}.jsonl"), "--out", str(folder / name), *more,
+        "--metrics", str(folder / f"{name}.jsonl"), "--out", str(folder / name),
+        "--save-plan", str(folder / f"{name}.plan.json"), *more,
     ]  # fmt: skip
 
 

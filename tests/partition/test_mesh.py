@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -67,8 +68,11 @@ def test_a_leading_exclamation_mark_allows_splitting_physical_axes(text: str) ->
         ("dp:2,,tp:2", ["''", "dp:1,fsdp:-1,tp:1"]),
         ("dp:2:2", ["'dp:2:2'"]),
         ("dp:2,ep:4", ["unknown axis 'ep'", "dp, fsdp, tp"]),
-        ("tp:2,mp:4", ["'tp' twice"]),
-        ("dp:2,dp:4", ["'dp' twice"]),
+        ("dp:2,fdsp:4", ["unknown axis 'fdsp'", "dp, fsdp, tp", "did you mean 'fsdp'?"]),
+        ("tp:2,mp:4", ["'tp' twice, 2 and 4; keep one"]),
+        ("dp:2,dp:4", ["'dp' twice, 2 and 4; keep one"]),
+        ("8", ["1 number,", "3 axes"]),
+        ("tp8", ["cannot be read at 'tp8'"]),
         ("two,2,2", ["dp is 'two'", "whole number"]),
         ("2.0,2,2", ["dp is '2.0'"]),
         ("1_0,1,1", ["dp is '1_0'"]),
@@ -84,6 +88,12 @@ def test_a_bad_mesh_is_refused_in_one_line_that_says_why(text: str, words: list[
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("size", [0, -2, 2.0, "2", None])
+def test_a_size_that_no_axis_can_have_is_refused_in_python_too(size: Any) -> None:
+    with pytest.raises(MeshError, match=f"the size of tp is {size!r}; give -1 or at least 1"):
+        MeshSpec(tp=size)
 
 
 @pytest.mark.parametrize(

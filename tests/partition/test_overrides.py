@@ -63,8 +63,8 @@ def test_every_documented_spelling_is_read(
         ("mlp=P('tp','fsdp'", "cannot be read"),
         ("mlp=tp fsdp", "cannot be read"),
         ("mlp=tp,tensor", "unknown mesh axis 'tensor'; the axes are dp, fsdp, tp"),
-        ("mlp=tp,mp", "'tp' on two dims"),
-        ("mlp=(fsdp,tp),fsdp", "'fsdp' on two dims"),
+        ("mlp=tq,None", "unknown mesh axis 'tq'; the axes are dp, fsdp, tp; did you mean 'tp'?"),
+        ("mlp=(tp,mp),None", "names mesh axis 'tp' twice for one dim; write 'mlp=tp,None'"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_refused(text: str, words: str) -> None:
@@ -87,7 +87,7 @@ def test_the_layers_dim_may_be_left_out_or_given_as_none() -> None:
     assert plan("up_proj=fsdp,tp")["layers/mlp/up_proj/kernel"].spec == ((), ("fsdp",), ("tp",))
     assert plan("up_proj=None,fsdp,tp")["layers/mlp/up_proj/kernel"].spec == ((), ("fsdp",), ("tp",))
     with pytest.raises(
-        ConfigError, match=r"cuts the layers of layers/mlp/up_proj/kernel.*another dim \(mlp, embed\)"
+        ConfigError, match=r"cuts the layers of layers/mlp/up_proj/kernel \(layers 2, mlp 90, embed 48\)"
     ):
         plan("up_proj=fsdp,None,tp")
 
@@ -113,7 +113,7 @@ def test_dims_that_no_rule_cuts_can_be_cut() -> None:
 
 def test_an_override_that_matches_nothing_is_refused_with_the_nearest_path() -> None:
     with pytest.raises(
-        ConfigError, match="'mlp/w_down=tp,fsdp' matches no parameter; nearest path: layers/mlp/down"
+        ConfigError, match="'mlp/w_down=tp,fsdp' matches no parameter; nearest is layers/mlp/down"
     ):
         plan("mlp/w_down=tp,fsdp")
 
@@ -128,20 +128,22 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_path() -> 
 def test_an_override_behind_others_that_match_all_of_its_parameters_is_refused(
     texts: tuple[str, ...],
 ) -> None:
-    with pytest.raises(ConfigError, match="'mlp/up_proj=None,None' decides nothing: earlier overrides"):
+    with pytest.raises(
+        ConfigError, match=f"'mlp/up_proj=None,None' decides nothing: the earlier '{texts[0]}'"
+    ):
         plan(*texts)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("embed/table=tp", "has 1 entries, but embed/table has 2 dims (vocab 102, embed 48)"),
+        ("embed/table=tp", "has 1 entry, but embed/table has 2 dims (vocab 102, embed 48)"),
         (
             "up_proj=tp",
-            "has 1 entries, but layers/mlp/up_proj/kernel has 3 dims (layers 2, mlp 90, embed 48);"
-            " the first, layers",
+            "has 1 entry, but layers/mlp/up_proj/kernel has 3 dims (layers 2, mlp 90, embed 48), of which"
+            " layers may be left out",
         ),
-        (".*=None,None", "has 2 entries, but final_norm/scale has 1 dims"),
+        (".*=None,None", "has 2 entries, but final_norm/scale has 1 dim (vector 48)"),
     ],
 )
 def test_an_override_of_the_wrong_rank_is_refused_with_the_dims_that_there_are(text: str, words: str) -> None:

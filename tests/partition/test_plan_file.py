@@ -83,7 +83,7 @@ def test_a_saved_plan_is_the_same_when_read_again(
         CONFIG, tie_embeddings=tied, qkv_bias=biases, mlp_bias=biases, head_bias=head_bias, mlp_dim=60
     )
     found = load_rules(rules if rules in PRESETS else str(folder / rules))
-    plan = made(*overrides, config=config, mesh=mesh, rules=found, layout=layout)
+    plan = made(*overrides, config=config, mesh=mesh, rules=found, layout=layout if mesh.tp > 1 else None)
     path = folder / "plan.json"
     path.unlink(missing_ok=True)
     save_plan(plan, path)
@@ -211,12 +211,12 @@ RUBBISH = [
         for key in ("params", "activations", "policy", "overrides")
     ),
     (put("rules", "params", "mlp", value=5), "its rules cannot be read: "),
-    (put("rules", "params", "mlp", value="tp"), "rule 'mlp' → ('t', 'p'): give a tuple of different mesh"),
-    (put("rules", "params", "mlp", value=[["tp"]]), "rule 'mlp'"),
+    (put("rules", "params", "mlp", value="tp"), "rule mlp: [t, p]: unknown mesh axis 't'"),
+    (put("rules", "params", "mlp", value=[["tp"]]), "rule mlp: ['tp']: unknown mesh axis ['tp']"),
     (put("rules", "params", "mpl", value=[]), "no parameter has a logical axis 'mpl'"),
     (drop("rules", "params", "mlp"), "no rule for logical axis 'mlp'"),
     (put("rules", "activations", "residual", value=[["dp", "fsdp"], [], 5]), "its rules cannot be read: "),
-    (put("rules", "activations", "residual", value=[]), "has 3 dims (batch, length, embed), but 0 entries"),
+    (put("rules", "activations", "residual", value=[]), "residual: [] has 0 entries, but"),
     (put("rules", "policy", "mlp", value=5), "policy 5 for 'mlp'"),
     (put("rules", "overrides", value=["mlp"]), "override 'mlp' has no REGEX=SPEC form"),
     (put("rules", "overrides", value=[5]), "its rules cannot be read: "),
@@ -258,7 +258,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: bytes, words: s
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none.json cannot be read: No such file"):
         read_plan_file(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it is a folder; name a file in it"):
         read_plan_file(tmp_path)
     for name in ("~no-such-user/plan.json", "a\0"):
         with pytest.raises(ConfigError, match="cannot be read: "):
@@ -271,9 +271,22 @@ def test_a_plan_never_overwrites_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plan.json exists already; name another or remove it"):
         save_plan(made(), path)
     assert path.read_text() == "mine"
-    for other in (tmp_path / "no" / "plan.json", "~no-such-user/plan.json"):
-        with pytest.raises(ConfigError, match="cannot be written: "):
-            save_plan(made(), other)
+
+
+def test_a_plan_is_written_into_folders_that_are_made_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "plan.json"
+    save_plan(made(), path)
+    assert restored(read_plan_file(path), path) == made()
+
+
+def test_a_plan_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("file/plan.json", "file/folder/plan.json", "a" * 300, "a\0"):
+        with pytest.raises(ConfigError, match="^plan file .* cannot be written: ") as caught:
+            save_plan(made(), tmp_path / path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        save_plan(made(), "~no-such-user/plan.json")
 
 
 def test_differences_of_two_plans_are_all_and_only_what_differs() -> None:

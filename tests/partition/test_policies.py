@@ -122,7 +122,13 @@ def test_replicating_everything_decodes_and_trains_as_one_device_with_fsdp_too()
     assert_decodes_as_one_device(made)
 
 
-PARTS = "set the policy to pad or replicate, or cut it into a number of parts that divides it, such as"
+PARTS = "or cut it into a number of parts that divides it, such as"
+
+
+def policy_of(logical: str) -> str:
+    return f"write policy: {{{logical}: pad}} (or replicate) in a rules file, {PARTS}"
+
+
 ROWS = {"embed": ("tp",), "vocab": (), "heads": (), "kv_heads": (), "mlp": ()}
 """Every kernel cut over its inputs."""
 
@@ -131,25 +137,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "heads",
         {"tp": 4},
-        "rule 'heads' → tp: tp 4 does not divide heads 9 in 3 kv groups, and its policy is error;"
-        f" {PARTS} 3, 1, 9",
+        "rule 'heads' → tp: tp 4 does not divide heads 9 in 3 kv groups of layers/attn/o_proj/kernel and 2"
+        f" more, and its policy is error; {policy_of('heads')} 3, 1, 9",
     ),
     ("heads", {"tp": 2}, f"{PARTS} 1, 3, 9"),
     (
         "kv_heads",
         {"tp": 2},
-        "rule 'kv_heads' → tp: tp 2 does not divide kv_heads 3, and its policy is error; set the policy to"
-        " pad, or cut it into a number of parts that divides it, such as 1, 3",
+        "rule 'heads' → tp: tp 2 does not divide kv_heads 3 of layers/attn/k_proj/kernel and 3 more, and its"
+        f" policy is error; write policy: {{kv_heads: pad}} in a rules file, {PARTS} 1, 3",
     ),
     (
         "mlp",
         {"tp": 4},
-        f"rule 'mlp' → tp: tp 4 does not divide mlp 50, and its policy is error; {PARTS} 5, 2, 1",
+        "rule 'mlp' → tp: tp 4 does not divide mlp 50 of layers/mlp/down_proj/kernel and 4 more, and its"
+        f" policy is error; {policy_of('mlp')} 5, 2, 1",
     ),
     (
         "vocab",
         {"tp": 2},
-        f"rule 'vocab' → tp: tp 2 does not divide vocab 101, and its policy is error; {PARTS} 1, 101",
+        "rule 'vocab' → tp: tp 2 does not divide vocab 101 of embed/table and 2 more, and its policy is"
+        f" error; {policy_of('vocab')} 1, 101",
     ),
     (
         "mlp",
@@ -159,14 +167,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "vocab",
         {"tp": 2, "params": {"vocab": ()}, "head_layout": "vocab"},
-        "tp 2 does not divide vocab 101",
+        "head layout 'vocab': tp 2 does not divide vocab 101 of lm_head/kernel, and its",
     ),
-    ("kv_heads", {"tp": 2, "params": {"heads": ()}}, "tp 2 does not divide kv_heads 3"),
+    (
+        "kv_heads",
+        {"tp": 2, "params": {"heads": ()}},
+        "rule 'kv_heads' → tp: tp 2 does not divide kv_heads 3 of layers/attn/k_proj/kernel",
+    ),
     (
         "embed",
         {"tp": 2, "params": ROWS},
         "embed/table, by rules embed→tp: dim embed of 45 is not divided by tp = 2, and its policy is error;"
-        " cut it otherwise, or set the policy of 'embed' to replicate",
+        f" write policy: {{embed: replicate}} in a rules file, {PARTS} 1, 3, 5",
     ),
     (
         "q_per_kv",
@@ -182,8 +194,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "fsdp",
         {"fsdp": 7},
-        "embed/table: fsdp 7 does not divide embed 45 nor any other dim, and the policy for fsdp is error;"
-        " set it to pad or replicate, or take another mesh",
+        "embed/table (vocab 101, embed 45), by rules vocab→tp, embed→fsdp: fsdp 7 does not divide embed 45"
+        " nor any other dim, and the policy of fsdp is error; write policy: {fsdp: pad} (or replicate) in a"
+        " rules file, or take a mesh whose fsdp divides one, such as 5, 9, 3",
     ),
 ]
 

@@ -150,15 +150,16 @@ overrides:
     assert load_rules(write(tmp_path, text)) == want
 
 
-@pytest.mark.parametrize("text", ["preset: fsdp+tp", "params:\npolicy:\nactivations:\noverrides:\n", "{}"])
-def test_a_rules_file_that_changes_nothing_is_the_default(tmp_path: Path, text: str) -> None:
-    assert load_rules(write(tmp_path, text)) == Rules(name="mine.yaml")
+def test_a_rules_file_that_names_the_default_is_the_default(tmp_path: Path) -> None:
+    assert load_rules(write(tmp_path, "preset: fsdp+tp\nparams:\npolicy: {}\n")) == Rules(name="mine.yaml")
 
 
 BAD = [
     ("", "a rules file is a mapping with any of preset, params"),
     ("- a", "a rules file is a mapping"),
     ("3", "a rules file is a mapping"),
+    ("{}", "it says nothing, so that it has no effect; a rules file is a mapping"),
+    ("params:\npolicy:\nactivations:\noverrides:\n", "it says nothing, so that it has no effect"),
     ("tp", "a rules file is a mapping"),
     ("a: [", "cannot be read: "),
     ("a: b: c", "cannot be read: "),
@@ -188,15 +189,23 @@ BAD = [
     ("params: {mlp: [[tp]]}", "mlp is [['tp']]; give null"),
     ("params: {mlp: {tp: fsdp}}", "mlp is {'tp': 'fsdp'}; give null"),
     ("params: {mlp: tpu}", "did you mean 'tp'?"),
-    ('params: {mlp: "tp,fsdp"}', "different mesh axes out of dp, fsdp, tp"),
-    ("params: {mlp: [tp, mp]}", "uses mesh axis 'tp' twice"),
+    ('params: {mlp: "tp,fsdp"}', "mlp is 'tp,fsdp'; give a list of mesh axes, [tp, fsdp]"),
+    (
+        "params: {mlp: [tp, mp]}",
+        "rule mlp: [tp, tp] names mesh axis 'tp' twice for one dim; write params: {mlp: tp}",
+    ),
     ("params:\n  mlp: tp\n  mlp: null", "key 'mlp' stands in line 2 and again in line 3"),
     ("policy: {}\npolicy: {mlp: error}", "key 'policy' stands in line 1 and again in line 2"),
     ("activations: []", "activations is []"),
-    ("activations: {residual: tp}", "activation residual is 'tp'; give a list with an entry for each dim"),
+    (
+        "activations: {residual: tp}",
+        "activation residual is 'tp'; give a list with an entry for each dim (batch, length, embed), such as"
+        " [[dp, fsdp], null, null]",
+    ),
+    ("activations: {residul: tp}", "activation residul is 'tp'; give a list with an entry for each dim"),
     ("activations: {residual: null}", "activation residual is None; give a list"),
-    ("activations: {residual: [[dp, fsdp], tp]}", "3 dims (batch, length, embed), but 2 entries"),
-    ("activations: {residual: [[dp, fsdp], tp, tp]}", "uses mesh axis 'tp' twice"),
+    ("activations: {residual: [[dp, fsdp], tp]}", "write activations: {residual: [[dp, fsdp], tp, null]}"),
+    ("activations: {residual: [[dp, fsdp], tp, tp]}", "puts mesh axis 'tp' on two dims (length, embed)"),
     ("activations: {residual: [dp, null, null]}", "the batch is split once"),
     ("activations: {residul: [[dp, fsdp], tp, null]}", "did you mean 'residual'?"),
     ("activations: {logits: [[dp, fsdp], null, tp]}", "the cut of logits is --head-layout"),
@@ -209,6 +218,7 @@ BAD = [
     ("overrides: ''", "overrides is ''"),
     ("overrides: [3]", "overrides is [3]"),
     ("overrides: ['mlp']", "override 'mlp' has no REGEX=SPEC form"),
+    ("overrides: ['mlp=tq,None']", "did you mean 'tp'?"),
     ("overrides: ['mlp=tp,cp']", "unknown mesh axis 'cp'; the axes are dp, fsdp, tp"),
     ("overrides: ['(mlp=tp']", "no regular expression"),
 ]
@@ -231,7 +241,16 @@ def test_a_rules_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         load_rules(str(path))
 
 
-@pytest.mark.parametrize("name", ["no/such.yaml", ".", "~no-such-user/rules.yaml", "a\0.yaml"])
+@pytest.mark.parametrize("name", ["folder", "folder.yaml", ""])
+def test_a_folder_in_place_of_a_rules_file_is_called_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(exist_ok=True)
+    with pytest.raises(
+        ConfigError, match="is a folder; name a .yaml file in it, or one of fsdp\\+tp, fsdp, tp"
+    ):
+        load_rules(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["no/such.yaml", "~no-such-user/rules.yaml", "a\0.yaml"])
 def test_a_rules_file_that_is_not_there_is_refused_without_a_traceback(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read: |no rules are named"):
         load_rules(name)
@@ -261,6 +280,19 @@ def test_an_override_of_a_rules_file_that_matches_nothing_is_refused(tmp_path: P
     assert plan(load_rules(write(tmp_path, "overrides: ['lm_head/bias=whole']"))).notes == ()
 
 
+def test_an_override_of_a_rules_file_behind_others_of_it_is_refused_and_one_before_a_presets_is_not(
+    tmp_path: Path,
+) -> None:
+    rules = load_rules(write(tmp_path, "overrides: ['mlp=whole', 'mlp/up_proj=tp,None']"))
+    with pytest.raises(
+        ConfigError,
+        match="'mlp/up_proj=tp,None' decides nothing: the earlier 'mlp=whole' decides layers/mlp/up",
+    ):
+        plan(rules)
+    whole = plan(load_rules(write(tmp_path, "preset: easylm\noverrides: ['mlp=whole']")))
+    assert whole["layers/mlp/down_proj/kernel"].decided_by == "override mlp=whole"
+
+
 def test_a_head_layout_and_a_rules_files_own_override_on_the_head_are_refused(tmp_path: Path) -> None:
     rules = load_rules(write(tmp_path, "overrides: ['lm_head=tp,fsdp']"))
     assert plan(rules).head_layout == "vocab"
@@ -276,7 +308,14 @@ def test_rules_that_cut_layers_over_fsdp_say_that_layers_run_one_after_the_other
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("up_proj=tp", "has 1 entries, but layers/mlp/up_proj/kernel has 3 dims"),
+        (
+            "up_proj=tp",
+            "rules 'mine.yaml': override 'up_proj=tp' has 1 entry, but layers/mlp/up_proj/kernel has 3 dims",
+        ),
+        (
+            "up_proj=tp,tp",
+            "puts mesh axis 'tp' on two dims of layers/mlp/up_proj/kernel, mlp 65 and embed 48",
+        ),
         ("up_proj=tp,None,None", "cuts the layers of layers/mlp/up_proj/kernel"),
         (
             "up_proj=None,tp",

@@ -21,7 +21,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Plan
-from shardwise.partition.rules import HeadLayout, Override
+from shardwise.partition.rules import HeadLayout, Override, Rules
 from shardwise.planner.explain_command import matching, swapped
 
 SOURCE = str(Path(main_module.__file__).parents[2])
@@ -178,6 +178,53 @@ def test_json_goes_to_a_new_file_in_a_new_folder(explain: Explain, tmp_path: Pat
     assert "exists already" in mistake(explain(*MESH, "--json", file))
 
 
+@pytest.mark.parametrize("option", ["--json", "--save-plan"])
+def test_a_file_is_written_into_folders_that_are_made_for_it(
+    explain: Explain, tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / "new" / "folder" / "out.json"
+    assert good(explain(*MESH, option, file)).splitlines()[-1] == f"wrote {file}"
+    assert json.loads(file.read_text())["mesh"]["fsdp"] == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--save-plan"])
+@pytest.mark.parametrize(
+    "name", ["file/out.json", "file/folder/out.json", "a" * 300, "a" * 300 + "/out.json"]
+)
+def test_a_file_that_cannot_be_written_is_said_in_a_line(
+    explain: Explain, tmp_path: Path, option: str, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    error = mistake(explain(*MESH, option, tmp_path / name))
+    assert option in error and "cannot be made" in error
+
+
+def test_a_mistake_in_what_to_show_is_found_before_anything_is_written(
+    explain: Explain, tmp_path: Path
+) -> None:
+    files = ("--json", tmp_path / "out.json", "--save-plan", tmp_path / "plan.json")
+    mistake(explain(*MESH, *files, "--tensor", "nosuch"))
+    mistake(explain(*MESH, *files, "--swap", "nosuch"))
+    assert not list(tmp_path.iterdir())
+    good(explain(*MESH, *files))
+
+
+def test_json_and_plan_in_one_file_are_refused(explain: Explain, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    error = mistake(explain(*MESH, "--json", file, "--save-plan", file))
+    assert f"--json and --save-plan both write {file}; name two files" in error
+
+
+@pytest.mark.parametrize("argv", [("--plan",), ("--diff",)])
+def test_a_folder_in_place_of_a_plan_file_is_called_one(
+    explain: Explain, tmp_path: Path, argv: tuple[str, ...]
+) -> None:
+    error = mistake(
+        explain(*argv, tmp_path) if argv == ("--plan",) else explain(*argv, tmp_path, tmp_path, model=None)
+    )
+    assert f"plan file {tmp_path} cannot be read: it is a folder; name a file in it" in error
+
+
 def test_json_on_standard_output_stands_alone(explain: Explain, tmp_path: Path) -> None:
     out = good(explain(*MESH, "--json", "-", "--save-plan", tmp_path / "p.json"))
     assert json.loads(out)["mesh"] == {"dp": 1, "fsdp": 2, "tp": 2, "devices": 4}
@@ -263,12 +310,17 @@ def test_a_swap_takes_the_place_of_an_override_of_that_tensor_alone() -> None:
     ("text", "words"),
     [
         ("proj", "finds .*k_proj.*; name one"),
-        ("nosuch", "finds no matrix"),
+        ("nosuch", "finds no matrix; there are embed/table, layers/attn/k_proj/kernel,"),
         ("layers/attn/q_prj/kernel", "finds no matrix; nearest: layers/attn/q_proj/kernel"),
         ("final_norm", "finds only final_norm/scale; name a matrix"),
         ("q_proj/bias", "finds only layers/attn/q_proj/bias; name a matrix"),
         ("q_proj:dp", "is cut over tp and fsdp; name one, as in"),
-        ("q_proj:pp", "is cut over tp and fsdp; name one, as in"),
+        (
+            "q_proj:pp",
+            r"q_proj/kernel \(layers 2, heads 4, q_per_kv 2, head_dim 4, embed 24\) is cut over tp and"
+            " fsdp; name"
+            " one, as in layers/attn/q_proj/kernel:tp",
+        ),
     ],
 )
 def test_a_swap_that_cannot_be_says_why(text: str, words: str) -> None:
@@ -277,13 +329,26 @@ def test_a_swap_that_cannot_be_says_why(text: str, words: str) -> None:
 
 
 def test_a_swap_of_what_is_not_cut_says_so() -> None:
-    with pytest.raises(ConfigError, match="nothing to swap"):
+    words = (
+        r"nothing to swap, since no axis of mesh dp:1,fsdp:1,tp:1 cuts layers/attn/q_proj/kernel \(layers 2,"
+    )
+    with pytest.raises(ConfigError, match=words):
         swapped(plan_model(CONFIG, MeshSpec()), "q_proj")
 
 
-def test_a_swap_onto_dims_that_do_not_divide_names_them() -> None:
-    with pytest.raises(ConfigError, match=r"can take tp; not divided are embed 24 by tp = 7, q_per_kv"):
-        swapped(plan_model(CONFIG, MeshSpec(1, 1, 7)), "q_proj")
+@pytest.mark.parametrize(
+    ("axis", "words"), [("tp", "embed 24 by tp = 7, q_per_kv"), ("fsdp", "4 by fsdp = 7")]
+)
+def test_a_swap_onto_dims_that_do_not_divide_names_them_and_sizes_of_the_axis_that_do(
+    axis: str, words: str
+) -> None:
+    rules = Rules().changed(policy={"fsdp": "pad"})
+    with pytest.raises(ConfigError, match=f"can take {axis}; not divided are .*{words}") as caught:
+        swapped(plan_model(CONFIG, MeshSpec(**{axis: 7}), rules), f"q_proj:{axis}")
+    proposed = str(caught.value).partition(f"a mesh with another {axis}, such as ")[2].split(", ")
+    assert proposed == {"tp": ["6", "8", "4"], "fsdp": ["4", "2"]}[axis]
+    for number in map(int, proposed):
+        swapped(plan_model(CONFIG, MeshSpec(**{axis: number}), rules), f"q_proj:{axis}")
 
 
 def test_the_head_of_a_tied_model_is_swapped_as_its_table() -> None:
@@ -324,6 +389,7 @@ def test_auto_prints_its_comparison(explain: Explain) -> None:
         ([*MESH, "--seq", "65"], "more than the model's context of 64"),
         ([*MESH, "--tensor", "("], "no regular expression"),
         ([*MESH, "--tensor", "q_prj"], "matches no tensor; nearest: layers/attn/q_proj/kernel"),
+        ([*MESH, "--tensor", "zzz"], "matches no tensor; there are embed/table, final_norm/scale,"),
         ([*MESH, "--tensor", "q", "--swap", "q_proj"], "leave one of them out"),
         ([*MESH, "--task", "train", "--choose", "sample"], "--choose has no effect"),
         ([*MESH, "--task", "decode", "--remat", "full"], "--remat has no effect"),
@@ -331,8 +397,24 @@ def test_auto_prints_its_comparison(explain: Explain) -> None:
         ([*MESH, "--json", "-", "--audit"], "leave --audit out or name a file"),
         ([*MESH, "--devices", "cpu:4"], "--devices has no effect"),
         ([*MESH, "--override", "q_proj"], "no REGEX=SPEC form"),
-        ([*MESH, "--override", "nosuch=whole"], "matches no parameter"),
+        ([*MESH, "--override", "nosuch=whole"], "matches no parameter; there are embed/table"),
+        (
+            [*MESH, "--override", "mlp/up_proj=tq,None"],
+            "unknown mesh axis 'tq'; the axes are dp, fsdp, tp; did you",
+        ),
+        ([*MESH, "--override", "mlp/up_proj=tp"], "write 'mlp/up_proj=tp,None'"),
+        ([*MESH, "--override", "mlp/up_proj=tp,mp"], "on two dims of layers/mlp/up_proj/kernel, mlp"),
         ([*MESH, "--rules", "fdsp"], "did you mean 'fsdp'"),
+        ([*MESH, "--rules", "/"], "rules '/' is a folder; name a .yaml file in it"),
+        (["--mesh", "fsdp:2", "--head-layout", "vocab"], "head layout 'vocab' has no effect"),
+        (
+            ["--mesh", "fsdp:2", "--head-layout", "replicated"],
+            "and tp is 1 on mesh dp:1,fsdp:2,tp:1; leave it out",
+        ),
+        (
+            ["--mesh", "fdsp:2,tp:2"],
+            "unknown axis 'fdsp'; the axes are dp, fsdp, tp (or mp for tp); did you mean",
+        ),
         ([*MESH, "--override", "lm_head=whole", "--head-layout", "vocab"], "both decide lm_head/kernel"),
         ([*MESH, "--plan", "nosuch.json"], "file not found"),
         (["other", *MESH], "takes one MODEL, got 2"),

@@ -24,8 +24,8 @@ class ConvertOptions(MeshOptions):
     """Number format of the written tensors; `keep` leaves each as it is (quantised ones become float32)."""
 
     def _check_combination(self, given: frozenset[str]) -> None:
-        if self.mesh is None:
-            names = ("devices", "rules", "override")
+        if self.mesh is None and self.plan is None:
+            names = ("devices", "rules", "override", "head_layout")
             refuse_without_effect(given, names, "without --mesh", "add --mesh SPEC")
         super()._check_combination(given)
 

@@ -82,6 +82,8 @@ class ExplainOptions(MeshOptions, PrecisionOptions, MemoryOptions):
             refuse_without_effect(given, names, f"with --task {self.task}", "use --task train")
         if self.tensor is not None and self.swap is not None:
             raise ConfigError("--tensor and --swap show one thing each; leave one of them out")
+        if self.json is not None and self.json == self.save_plan:
+            raise ConfigError(f"--json and --save-plan both write {self.json}; name two files")
         if self.json == "-":
             for name in ("tensor", "swap", "audit"):
                 if name in given:

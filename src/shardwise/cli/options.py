@@ -124,8 +124,8 @@ class MeshOptions(Options):
     override: tuple[str, ...] = option((), metavar="REGEX=SPEC")
     """Cut the parameters whose path matches REGEX as SPEC says, before the rules; may be repeated."""
     head_layout: Literal["auto", "vocab", "hidden", "replicated"] = option("auto")
-    """How the output head is cut over tp: across the vocabulary, across the hidden dim, or not; `auto` takes
-    the cheapest for the job."""
+    """How the output head is cut over tp, if that is more than 1: across the vocabulary, across the hidden dim,
+    or not; `auto` takes the cheapest for the job."""
     plan: str | None = option(None, metavar="FILE")
     """Cut everything as this plan file says; it must be for this model and mesh."""
     save_plan: str | None = option(None, metavar="FILE")
@@ -409,7 +409,7 @@ class TrainingOptions(DataOptions, OptimizerOptions, MemoryOptions, OutputOption
 
 def require_input(what: str, path: str) -> None:
     """Raises DataError unless `path` exists."""
-    if not Path(path).exists():
+    if not _exists(path):
         kind = "file" if Path(path).suffix else "file or folder"
         raise DataError(f"{what}: {kind} not found: {path}")
 
@@ -418,23 +418,33 @@ def require_model(path: str) -> None:
     """Raises CheckpointError if `path` must be a local model and is not there; a preset's name passes."""
     is_file = Path(path).suffix in (".gguf", ".json", ".safetensors")
     looks_local = is_file or path.startswith((".", "/")) or path.endswith("/") or path.count("/") > 1
-    if looks_local and not Path(path).exists():
+    if looks_local and not _exists(path):
         kind = "file" if is_file else "folder"
         raise CheckpointError(f"{kind} not found: {path}")
 
 
 def require_new(what: str, path: str) -> None:
     """Raises CheckpointError if `path` exists already or could not be made."""
-    if Path(path).exists():
+    if _exists(path):
         raise CheckpointError(f"{what}: {path} exists already; remove it or name another one")
     _require_can_be_made(what, path)
 
 
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a name too long, or a folder that may not be entered
+        return False
+
+
 def _require_can_be_made(what: str, path: str) -> None:
     """Raises CheckpointError unless `path` could be written: better now than after days of training."""
-    if Path(path).is_dir():
-        raise CheckpointError(f"{what}: {path} is a folder, not a file; name a file in it")
-    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    try:
+        if Path(path).is_dir():
+            raise CheckpointError(f"{what}: {path} is a folder, not a file; name a file in it")
+        above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    except OSError as error:
+        raise CheckpointError(f"{what}: {path} cannot be made: {error.strerror}; name another path") from None
     if not above.is_dir():
         raise CheckpointError(f"{what}: {path} cannot be made, because {above} is a file; name another path")
     if not os.access(above, os.W_OK):

@@ -1,23 +1,23 @@
 """Applying rules: from what a model declares to a Plan.
 
 Each parameter is decided by the first override that matches it, else by the rules' table; the output head by
-its layout. Not here: what rules say (rules.py) and what a Plan is (plan.py).
+its layout. Not here: what rules say (rules.py), what a Plan is (plan.py), what a refusal says (refusals.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import HeadSlots, Padding, round_up
 from shardwise.partition.plan import DATA_AXES, ActivationDecision, Decision, ParamSpec, Plan
 from shardwise.partition.presets import PRESETS
-from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec
+from shardwise.partition.refusals import Refusals
+from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, activation_text
 
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
@@ -42,10 +42,12 @@ def make_plan(
     Raises:
         ConfigError: a logical axis without a rule, an axis on two dims, a dim that its axes do not divide
             under policy `error`, an override that decides nothing, has the wrong rank or an axis that does
-            not divide its dim; an unknown head layout.
+            not divide its dim; an unknown head layout, or any where tp is 1.
     """
     if head_layout is not None and head_layout not in get_args(HeadLayout):
-        raise ConfigError(f"head layout {head_layout!r}: allowed are {', '.join(get_args(HeadLayout))}")
+        allowed = get_args(HeadLayout)
+        near = did_you_mean(str(head_layout), allowed) or "; without one the rules decide"
+        raise ConfigError(f"head layout {head_layout!r}: allowed are {', '.join(allowed)}{near}")
     return _Decider(config, tuple(params), mesh, rules or Rules(), tuple(overrides), head_layout).plan()
 
 
@@ -61,7 +63,10 @@ class _Decider:
     head_layout: HeadLayout | None
 
     def __post_init__(self) -> None:
+        self.head = "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+        self._check_head_layout()
         self.asked_layout = self.head_layout
+        self.refusals = Refusals(self.params, Padding.none(self.config), self.mesh, self.asked.name)
         self.uncut: dict[str, str] = {}
         """Logical axis → why its policy leaves it whole."""
         self.head_note = ""
@@ -71,21 +76,16 @@ class _Decider:
         self.cuts = {axis: _but_fsdp(self.rules.mesh_axes(axis)) for axis in ("heads", "mlp", "vocab")}
         """Mesh axes for which a logical axis is padded; `fsdp` looks for a dim that it divides instead."""
         self.padding = Padding.choose(self.config, {a: self.mesh.size(cut) for a, cut in self.cuts.items()})
-        self.head = "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+        self.refusals = replace(self.refusals, padding=self.padding)
 
     def plan(self) -> Plan:
-        used: set[int] = set()
-        decisions = []
-        for param in self.params:
-            first = next((i for i, o in enumerate(self.overrides) if o.matches(param.path)), None)
-            if first is not None:
-                used.add(first)
-            decisions.append(self._decide(param, None if first is None else self.overrides[first]))
-        for i, override in enumerate(self.overrides):
-            if i not in used:
-                raise ConfigError(_matched_nothing(override, [param.path for param in self.params]))
+        paths = [param.path for param in self.params]
+        self._refuse_without_effect(self.overrides, paths)
+        decisions = [self._decide(param, _first(self.overrides, param.path)) for param in self.params]
+        # Rules are for more than one model: what they say of a head that this one does not have may stand.
+        paths = list(dict.fromkeys((*paths, "lm_head/kernel", "lm_head/bias")))
+        self._refuse_without_effect(self.rules.overrides, paths, f"rules {self.asked.name!r}: ")
         activations = tuple(self._activation(name) for name in ACTIVATIONS)
-        self._refuse_unused_rules()
         notes = self._idle_axes(decisions, activations)
         return Plan(
             self.config, self.mesh, self.asked, self.padding, tuple(decisions), activations,
@@ -102,29 +102,41 @@ class _Decider:
 
         in_groups = f" in {kv_heads} kv groups" if group > 1 else ""
         for axis, by, size, odd, more in (
-            ("heads", axes_of("heads"), heads, odd_heads, in_groups),
-            ("kv_heads", axes_of("heads"), kv_heads, _not_divided(kv_heads), ""),
-            ("kv_heads", axes_of("kv_heads"), kv_heads, _not_divided(kv_heads), ""),
-            ("mlp", axes_of("mlp"), config.mlp_dim, _not_divided(config.mlp_dim), ""),
+            ("heads", "heads", heads, odd_heads, in_groups),
+            ("kv_heads", "heads", kv_heads, _not_divided(kv_heads), ""),
+            ("kv_heads", "kv_heads", kv_heads, _not_divided(kv_heads), ""),
+            ("mlp", "mlp", config.mlp_dim, _not_divided(config.mlp_dim), ""),
         ):
-            why = self._policy(axis, _but_fsdp(by), size, odd, more)
+            cut = _but_fsdp(axes_of(by))
+            why = self._policy(axis, cut, size, odd, f"rule {by!r} → {'+'.join(cut)}", more)
             if why:
                 self.uncut |= {axis: why} | ({"kv_heads": why} if axis == "heads" else {})
         vocab = config.vocab_size
         if not (tied and self.head_layout):  # else the only matrix over the vocabulary is the head
-            why = self._policy("vocab", _but_fsdp(axes_of("vocab")), vocab, _not_divided(vocab))
+            cut = _but_fsdp(axes_of("vocab"))
+            why = self._policy("vocab", cut, vocab, _not_divided(vocab), f"rule 'vocab' → {'+'.join(cut)}")
             self.uncut |= {"vocab": why} if why else {}
         if self.head_layout == "vocab":
-            self.head_note = self._policy("vocab", HEAD_AXES, vocab, _not_divided(vocab))
+            self.head_note = self._policy(
+                "vocab", HEAD_AXES, vocab, _not_divided(vocab), "head layout 'vocab'", head=self.head
+            )
             self.head_layout = "replicated" if self.head_note else "vocab"
 
     def _policy(
-        self, logical: str, axes: tuple[str, ...], size: int, odd: Callable[[int], bool], more: str = ""
+        self,
+        logical: str,
+        axes: tuple[str, ...],
+        size: int,
+        odd: Callable[[int], bool],
+        rule: str,
+        more: str = "",
+        head: str = "",
     ) -> str:
         """Why `logical` stays whole, or nothing where `axes` may cut it.
 
         Args:
             odd: whether a number of parts needs padding.
+            rule: what cuts it; `head`, if it cuts that alone.
         """
         parts, policy = self.mesh.size(axes), self.asked.policy_of[logical]
         if policy == "pad" or not odd(parts):
@@ -132,13 +144,9 @@ class _Decider:
         what = f"{'×'.join(axes)} {parts} does not divide {logical} {size}{more}"
         if policy == "replicate":
             return f"{what}: whole on each device (policy replicate)"
-        fits = [n for n in range(1, size + 1) if not odd(n)]
-        near = ", ".join(map(str, sorted(fits, key=lambda n: abs(n - parts))[:3]))
-        others = "pad" if logical == "kv_heads" else "pad or replicate"
-        raise ConfigError(
-            f"rule {logical!r} → {'+'.join(axes)}: {what}, and its policy is error; set the policy to"
-            f" {others}, or cut it into a number of parts that divides it, such as {near}"
-        )
+        fits = (n for n in range(1, size + 1) if not odd(n))
+        policies = ["pad"] if logical == "kv_heads" else ["pad", "replicate"]
+        raise self.refusals.rule_not_divided(rule, logical, what, parts, fits, policies, head)
 
     def _decide(self, param: ParamSpec, override: Override | None) -> Decision:
         is_head = param.path == self.head or param.path == "lm_head/bias"
@@ -148,7 +156,7 @@ class _Decider:
                     f"head layout {self.asked_layout!r} and override {override.text!r} both decide"
                     f" {param.path}; drop one"
                 )
-            own = next((o for o in self.asked.overrides if o.matches(param.path)), None)
+            own = _first(self.asked.overrides, param.path)
             if override is None and param.path == self.head and own and own not in _PRESET_OVERRIDES:
                 raise ConfigError(
                     f"head layout {self.asked_layout!r} and override {own.text!r} of rules"
@@ -160,9 +168,9 @@ class _Decider:
             return self._decide_by_override(param, override)
         table = tuple(self.rules.mesh_axes(axis) for axis in param.axes)
         use_shape = self.padding.use_shape(param.axes)
-        override = next((o for o in self.rules.overrides if o.matches(param.path)), None)
+        override = _first(self.rules.overrides, param.path)
         if override is not None:  # one of the rules' own, so that their policies hold
-            wanted = self._spec_of(param, override)
+            wanted = self._spec_of(param, override, f"rules {self.asked.name!r}: ")
             return self._decide_by_axes(param, wanted, use_shape, f"override {override.text}")
         by = ", ".join(f"{a}→{'+'.join(m)}" for a, m in zip(param.axes, table, strict=True) if m)
         return self._decide_by_axes(param, table, use_shape, f"rules {by or 'whole (no axis cuts it)'}")
@@ -199,15 +207,10 @@ class _Decider:
         axes, mesh = param.axes, self.mesh
         flat = [axis for mesh_axes in wanted for axis in mesh_axes]
         if axes[0] == "layers" and wanted[0]:
-            raise ConfigError(
-                f"rule 'layers' → {'+'.join(wanted[0])}: layers run one after the other; cut another dim"
-            )
-        twice = next((axis for axis in flat if flat.count(axis) > 1), None)
-        if twice:
-            names = [axis for axis, mesh_axes in zip(axes, wanted, strict=True) if twice in mesh_axes]
-            raise ConfigError(
-                f"rules put mesh axis {twice!r} on two dims of {param.path} ({', '.join(names)}); change one"
-            )
+            raise self.refusals.rules_cut_layers(param, wanted[0])
+        twice = _twice(wanted)
+        if twice is not None:
+            raise self.refusals.rules_cut_twice(param, twice, self.rules.axes_of)
         notes: list[str] = []
         spec: list[tuple[str, ...]] = []
         for logical, size, mesh_axes in zip(axes, use_shape, wanted, strict=True):
@@ -223,7 +226,7 @@ class _Decider:
             notes = [self.head_note, *(note for note in notes if note != self.head_note)]
         shape = list(use_shape)
         if "fsdp" in flat:
-            notes += self._place_fsdp(param, spec, shape, wanted)
+            notes += self._place_fsdp(param, spec, shape, wanted, decided_by)
         return Decision(
             param.path, axes, param.init, param.use, self.padding.true_shape(axes), use_shape, tuple(shape),
             tuple(spec), decided_by, tuple(notes),
@@ -241,10 +244,7 @@ class _Decider:
         if policy == "pad":
             rule = "+".join(self.cuts[logical]) or "nothing"
             why = f"it is padded only for the axes of rule {logical!r}, {rule}"
-        raise ConfigError(
-            f"{name}: dim {logical} of {size} is not divided by {cut}, and {why}; cut it otherwise, or set"
-            f" the policy of {logical!r} to replicate"
-        )
+        raise self.refusals.dim_not_divided(name, logical, size, mesh_axes, why)
 
     def _place_fsdp(
         self,
@@ -252,6 +252,7 @@ class _Decider:
         spec: list[tuple[str, ...]],
         shape: list[int],
         wanted: Sequence[tuple[str, ...]],
+        decided_by: str,
     ) -> list[str]:
         """Put `fsdp` on the dim that the rules name if it divides that, else on another; changes both."""
         axes, mesh = param.axes, self.mesh
@@ -274,57 +275,46 @@ class _Decider:
             put(dim)
             return [f"{reason}: cuts {axes[dim]} {shape[dim]} instead, at the same cost"]
         policy = self.rules.policy_of["fsdp"]
+        reason += " nor any other dim" if others else ""
         if policy == "error":
-            raise ConfigError(
-                f"{param.path}: {reason}{' nor any other dim' if others else ''}, and the policy for fsdp is"
-                " error; set it to pad or replicate, or take another mesh"
-            )
+            raise self.refusals.fsdp_not_placed(param, decided_by, reason, spec, shape)
         if not paddable or policy == "replicate":
-            return [f"{reason}{' nor any other dim' if others else ''}: held whole on each device"]
+            return [f"{reason}: held whole on each device"]
 
         def padded(dim: int) -> int:
             return round_up(shape[dim], mesh.size(spec[dim]) * mesh.fsdp)
 
         dim = min(paddable, key=lambda dim: padded(dim) / shape[dim])
-        note = f"{reason} nor any other dim: {axes[dim]} stored as {padded(dim)} instead of {shape[dim]}"
+        note = f"{reason}: {axes[dim]} stored as {padded(dim)} instead of {shape[dim]}"
         shape[dim] = padded(dim)
         put(dim)
         return [note]
 
-    def _spec_of(self, param: ParamSpec, override: Override) -> Spec:
-        """An override's spec for this parameter, with an entry for each dim."""
+    def _spec_of(self, param: ParamSpec, override: Override, of: str = "") -> Spec:
+        """An override's spec for this parameter, with an entry for each dim.
+
+        Args:
+            of: where the override stands, for messages.
+        """
         axes = param.axes
         spec = ((),) * len(axes) if override.spec is None else override.spec
         if len(spec) == len(axes) - 1 and axes[0] == "layers":
             spec = ((), *spec)
         if len(spec) != len(axes):
-            dims = ", ".join(
-                f"{axis} {size}" for axis, size in zip(axes, self.padding.use_shape(axes), strict=True)
-            )
-            raise ConfigError(
-                f"override {override.text!r} has {len(spec)} entries, but {param.path} has"
-                f" {len(axes)} dims ({dims})"
-                + ("; the first, layers, may be left out" if axes[0] == "layers" else "")
-            )
+            raise self.refusals.wrong_rank(override, param, of)
         if axes[0] == "layers" and spec[0]:
-            raise ConfigError(
-                f"override {override.text!r} cuts the layers of {param.path}, but layers run one after the"
-                f" other; cut another dim ({', '.join(axes[1:])})"
-            )
+            raise self.refusals.cuts_layers(override, param, of)
+        twice = _twice(spec)
+        if twice is not None:
+            raise self.refusals.cuts_twice(override, param, twice, spec, of)
         return spec
 
     def _decide_by_override(self, param: ParamSpec, override: Override) -> Decision:
         axes, use_shape = param.axes, self.padding.use_shape(param.axes)
         spec = self._spec_of(param, override)
-        for axis, size, mesh_axes in zip(axes, use_shape, spec, strict=True):
-            cut = self.mesh.size(mesh_axes)
-            if size % cut:
-                others = [a for a, s in zip(axes, use_shape, strict=True) if a != "layers" and s % cut == 0]
-                fix = f"put it on {' or '.join(others)}, or drop it" if others else "drop it"
-                raise ConfigError(
-                    f"override {override.text!r}: {'×'.join(mesh_axes)} = {cut} does not divide dim {axis} of"
-                    f" {param.path}, which is {size}; {fix}"
-                )
+        for dim, (size, mesh_axes) in enumerate(zip(use_shape, spec, strict=True)):
+            if size % self.mesh.size(mesh_axes):
+                raise self.refusals.not_divided(override, param, dim, mesh_axes)
         return Decision(
             param.path, axes, param.init, param.use, self.padding.true_shape(axes), use_shape, use_shape,
             spec, f"override {override.text}", tuple(self._padding_notes(param, use_shape, spec, self.cuts)),
@@ -367,7 +357,8 @@ class _Decider:
         return notes
 
     def _activation(self, name: str) -> ActivationDecision:
-        axes = ACTIVATIONS[name]
+        axes, given = ACTIVATIONS[name], name in dict(self.asked.activations)
+        by = f"activation rule {name!r}" if given else "rules of its logical axes"
         asked, spec, notes = self.asked.activation(name), [], []
         for axis, mesh_axes in zip(axes, asked, strict=True):
             size = self.config.embed_dim if axis == "embed" else self.padding.physical.get(axis)
@@ -375,27 +366,38 @@ class _Decider:
                 mesh_axes = ()
                 notes.append(self.uncut[axis])
             elif size is not None and size % self.mesh.size(mesh_axes):
-                notes.append(self._whole(f"activation {name}", axis, size, mesh_axes))
+                rule = f"rule {name}: {activation_text(asked)}" if given else by
+                notes.append(self._whole(f"activation {name}, by {rule}", axis, size, mesh_axes))
                 mesh_axes = ()
             spec.append(mesh_axes)
-        flat = [axis for mesh_axes in spec for axis in mesh_axes]
-        twice = next((axis for axis in flat if flat.count(axis) > 1), None)
-        if twice:
-            names = [axis for axis, mesh_axes in zip(axes, spec, strict=True) if twice in mesh_axes]
-            raise ConfigError(
-                f"rules put mesh axis {twice!r} on two dims of activation {name} ({', '.join(names)}); change"
-                " a rule, or give the activation one of its own"
-            )
-        given = name in dict(self.asked.activations)
-        by = f"activation rule {name!r}" if given else "rules of its logical axes"
+        twice = _twice(spec)
+        if twice is not None:
+            raise self.refusals.activation_cut_twice(name, axes, twice, tuple(spec))
         return ActivationDecision(name, axes, tuple(spec), by, tuple(notes))
 
-    def _refuse_unused_rules(self) -> None:
-        """Refuses an override of the rules that no parameter of such a model, tied or not, could match."""
-        paths = [*dict.fromkeys((*(p.path for p in self.params), "lm_head/kernel", "lm_head/bias"))]
-        for override in self.rules.overrides:
-            if not any(override.matches(path) for path in paths):
-                raise ConfigError(f"rules {self.asked.name!r}: {_matched_nothing(override, paths)}")
+    def _check_head_layout(self) -> None:
+        """Refuses a head layout where there is nothing to lay out."""
+        if self.head_layout is None or self.mesh.tp > 1:
+            return
+        config = self.config
+        raise ConfigError(
+            f"head layout {self.head_layout!r} has no effect: it says how tp cuts the output head {self.head}"
+            f" (vocab {config.vocab_size}, embed {config.embed_dim}), and tp is 1 on mesh {self.mesh}; leave"
+            " it out (--head-layout auto), or take a mesh with a tp of 2 or more"
+        )
+
+    def _refuse_without_effect(
+        self, overrides: Sequence[Override], paths: Sequence[str], of: str = ""
+    ) -> None:
+        """Refuses an override that decides none of `paths`; presets' own are for all models."""
+        first = {
+            path: next((i for i, override in enumerate(overrides) if override.matches(path)), None)
+            for path in paths
+        }
+        for i, override in enumerate(overrides):
+            if i not in first.values() and not (of and override in _PRESET_OVERRIDES):
+                earlier = {path: overrides[j] for path, j in first.items() if j is not None and j < i}
+                raise self.refusals.matches_nothing(override, earlier, of)
 
     def _idle_axes(
         self, decisions: Sequence[Decision], activations: Sequence[ActivationDecision]
@@ -422,11 +424,12 @@ def _not_divided(size: int) -> Callable[[int], bool]:
 _PRESET_OVERRIDES = frozenset(override for rules in PRESETS.values() for override in rules.overrides)
 
 
-def _matched_nothing(override: Override, paths: Sequence[str]) -> str:
-    if any(override.matches(path) for path in paths):
-        return (
-            f"override {override.text!r} decides nothing: earlier overrides match all its parameters; move it"
-            " up or drop it"
-        )
-    near = get_close_matches(override.pattern, paths, n=1, cutoff=0.3)
-    return f"override {override.text!r} matches no parameter" + (f"; nearest path: {near[0]}" if near else "")
+def _first(overrides: Sequence[Override], path: str) -> Override | None:
+    """The override that decides a path: the first that matches it."""
+    return next((override for override in overrides if override.matches(path)), None)
+
+
+def _twice(spec: Iterable[tuple[str, ...]]) -> str | None:
+    """A mesh axis that stands in a spec twice, if there is one."""
+    flat = [axis for axes in spec for axis in axes]
+    return next((axis for axis in flat if flat.count(axis) > 1), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, did_you_mean
 
 if TYPE_CHECKING:
     import jax
@@ -36,6 +36,11 @@ class MeshSpec:
     split_physical: bool = False
     """Allow a mesh axis to take a part of a physical (torus) axis: EasyLM's leading `!`."""
 
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or (size < 1 and size != -1):
+                raise MeshError(f"mesh {self}: the size of {axis} is {size!r}; give -1 or at least 1")
+
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
         """Read `1,-1,1`, `dp:1,fsdp:-1,tp:1`, `dp=2,tp=4` (axes left out are 1), perhaps with a leading `!`.
@@ -49,9 +54,10 @@ class MeshSpec:
         if parts == ["auto"]:
             raise MeshError(f"mesh 'auto' needs the planner, which this version does not have; {_FORMS}")
         named = [part.replace("=", ":").split(":") for part in parts]
-        if all(len(item) == 1 for item in named):
+        if all(len(item) == 1 for item in named) and (len(parts) > 1 or _is_number(parts[0])):
             if len(parts) != len(AXES):
-                raise MeshError(f"mesh {text!r} has {len(parts)} numbers, but there are 3 axes; {_FORMS}")
+                many = "1 number" if len(parts) == 1 else f"{len(parts)} numbers"
+                raise MeshError(f"mesh {text!r} has {many}, but there are 3 axes; {_FORMS}")
             named = [[axis, part] for axis, part in zip(AXES, parts, strict=True)]
         sizes: dict[str, int] = {}
         for item in named:
@@ -59,12 +65,15 @@ class MeshSpec:
                 raise MeshError(f"mesh {text!r} cannot be read at {':'.join(item)!r}; {_FORMS}")
             axis, number = _ALIASES.get(item[0].strip(), item[0].strip()), item[1].strip()
             if axis not in AXES:
+                near = did_you_mean(axis, AXES, cutoff=0.3)
                 raise MeshError(
-                    f"mesh {text!r}: unknown axis {axis!r}; the axes are dp, fsdp, tp (or mp for tp)"
+                    f"mesh {text!r}: unknown axis {axis!r}; the axes are dp, fsdp, tp (or mp for tp){near}"
                 )
             if axis in sizes:
-                raise MeshError(f"mesh {text!r} gives axis {axis!r} twice")
-            if not re.fullmatch(r"-?[0-9]+", number):
+                raise MeshError(
+                    f"mesh {text!r} gives axis {axis!r} twice, {sizes[axis]} and {number}; keep one"
+                )
+            if not _is_number(number):
                 raise MeshError(
                     f"mesh {text!r}: the size of {axis} is {number!r}, not a whole number; {_FORMS}"
                 )
@@ -128,6 +137,10 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return ("!" if self.split_physical else "") + ",".join(f"{a}:{n}" for a, n in self.sizes.items())
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?[0-9]+", text) is not None
 
 
 def _nearest(wanted: dict[str, int], num_devices: int, most: int = 3) -> list[MeshSpec]:

@@ -18,6 +18,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import AXES, MeshSpec
 from shardwise.partition.plan import Plan
 from shardwise.partition.rules import HeadLayout, Override, Rules, Spec, spec_text
+from shardwise.runtime.files import why, write_new
 
 FORMAT = "shardwise-plan-1"
 _PARTS = ("model", "mesh", "rules", "parameters", "activations")
@@ -66,19 +67,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan file.
+    """Write a plan file, and the folders above it that there are not.
 
     Raises:
         ConfigError: the file exists or cannot be written.
     """
-    try:
-        with Path(path).expanduser().open("x", encoding="utf-8") as file:
-            json.dump(to_json(plan), file, indent=1)
-            file.write("\n")
-    except FileExistsError:
-        raise ConfigError(f"plan file {path} exists already; name another or remove it") from None
-    except (OSError, RuntimeError, ValueError) as error:  # also no such user, a zero byte
-        raise ConfigError(f"plan file {path} cannot be written: {_why(error)}") from None
+    write_new("plan file", path, json.dumps(to_json(plan), indent=1) + "\n")
 
 
 def read_plan_file(path: str | Path) -> dict[str, Any]:
@@ -90,7 +84,7 @@ def read_plan_file(path: str | Path) -> dict[str, Any]:
     try:
         read = Path(path).expanduser().read_bytes()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"plan file {path} cannot be read: {_why(error)}") from None
+        raise ConfigError(f"plan file {path} cannot be read: {why(error)}") from None
     try:
         content = json.loads(read)
     except (ValueError, RecursionError) as error:
@@ -179,10 +173,6 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             if name in other:
                 found += _unlike(name, mine[name], other[name])
     return found
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _unlike(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.partition.mesh import _ALIASES
-from shardwise.partition.rules import DEFAULT_PARAMS, Override, Rules, Spec, nearest
+from shardwise.partition.rules import ACTIVATIONS, DEFAULT_PARAMS, Override, Rules, Spec, axes_text
 
 # The regular expressions of EasyLM's LLaMA (get_partition_rules), whose kernels lie [in, out]; ours lie
 # [out…, in…]. Its head's rule is the `vocab` head layout.
@@ -60,10 +60,15 @@ def load_rules(text: str) -> Rules:
     """
     if text in PRESETS:
         return PRESETS[text]
-    if not text.lower().endswith((".yaml", ".yml")) and not _is_file(text):
+    kind = _kind(text)
+    if kind == "folder":
+        raise ConfigError(
+            f"rules {text!r} is a folder; name a .yaml file in it, or one of {', '.join(PRESETS)}"
+        )
+    if not text.lower().endswith((".yaml", ".yml")) and kind != "file":
         raise ConfigError(
             f"no rules are named {text!r}; there are {', '.join(PRESETS)}, or name a .yaml file"
-            f"{nearest(text, PRESETS)}"
+            f"{did_you_mean(text, PRESETS)}"
         )
     try:
         return _from_yaml(text)
@@ -71,12 +76,13 @@ def load_rules(text: str) -> Rules:
         raise ConfigError(f"{text}: {error}") from None
 
 
-def _is_file(text: str) -> bool:
+def _kind(text: str) -> str:
+    """`folder`, `file`, or nothing where there is none."""
     try:
         path = Path(text).expanduser()
-        return path.exists() and not path.is_dir()
+        return "" if not text or not path.exists() else "folder" if path.is_dir() else "file"
     except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
-        return False
+        return ""
 
 
 def _from_yaml(text: str) -> Rules:
@@ -85,10 +91,12 @@ def _from_yaml(text: str) -> Rules:
         raise ConfigError(_FORM)
     for key in content:
         if key not in _KEYS:
-            raise ConfigError(f"unknown key {key!r}; {_FORM}{nearest(str(key), _KEYS)}")
+            raise ConfigError(f"unknown key {key!r}; {_FORM}{did_you_mean(str(key), _KEYS)}")
     base = content.get("preset", "fsdp+tp")
     if base not in list(PRESETS):
-        raise ConfigError(f"preset is {base!r}; there are {', '.join(PRESETS)}{nearest(str(base), PRESETS)}")
+        raise ConfigError(
+            f"preset is {base!r}; there are {', '.join(PRESETS)}{did_you_mean(str(base), PRESETS)}"
+        )
     overrides = content.get("overrides")
     overrides = [] if overrides is None else overrides
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
@@ -96,6 +104,8 @@ def _from_yaml(text: str) -> Rules:
     params = {name: _axes(name, value) for name, value in _mapping(content, "params").items()}
     activations = {name: _spec(name, value) for name, value in _mapping(content, "activations").items()}
     policy = _mapping(content, "policy")
+    if not ("preset" in content or params or activations or policy or overrides):
+        raise ConfigError(f"it says nothing, so that it has no effect; {_FORM}")
     return PRESETS[base].changed(
         params, activations, policy, [Override.parse(text) for text in overrides], name=Path(text).name
     )
@@ -142,10 +152,15 @@ def _axes(name: str, value: Any) -> tuple[str, ...]:
     items = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in items):
         raise ConfigError(f"{name} is {value!r}; give null, a mesh axis or a list of mesh axes")
+    if any("," in item for item in items):
+        names = [part.strip(" ()[]'") for item in items for part in item.split(",")]
+        raise ConfigError(f"{name} is {value!r}; give a list of mesh axes, {axes_text(filter(None, names))}")
     return tuple(_ALIASES.get(item, item) for item in items)
 
 
 def _spec(name: str, value: Any) -> Spec:
     if not isinstance(value, list):
-        raise ConfigError(f"activation {name} is {value!r}; give a list with an entry for each dim")
+        dims = ACTIVATIONS.get(name)
+        form = f" ({', '.join(dims)}), such as [[dp, fsdp]{', null' * (len(dims) - 1)}]" if dims else ""
+        raise ConfigError(f"activation {name} is {value!r}; give a list with an entry for each dim{form}")
     return tuple(_axes(name, item) for item in value)

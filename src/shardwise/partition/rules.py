@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal, get_args
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.partition.mesh import _ALIASES, AXES
 
 Spec = tuple[tuple[str, ...], ...]
@@ -75,8 +74,21 @@ class Override:
     """As the user wrote it, for messages and plan files."""
 
     def __post_init__(self) -> None:
+        if self.spec is not None:
+            _check_is_spec(f"override {self.text or self.pattern!r}", self.spec)
         if not self.text:
             object.__setattr__(self, "text", f"{self.pattern}={spec_text(self.spec)}")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"override {self.text!r}: {self.pattern!r} is no regular expression: {error}"
+            ) from None
+        for axes in self.spec or ():
+            _check_known(f"override {self.text!r}", axes)
+        once = tuple(tuple(dict.fromkeys(axes)) for axes in self.spec or ())
+        for axes in self.spec or ():
+            _check_once(f"override {self.text!r}", axes, f"'{self.pattern}={spec_text(once)}'")
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -84,16 +96,13 @@ class Override:
         is `tp`.
 
         Raises:
-            ConfigError: no `=`, a broken regex, an unknown axis, or one axis on two dims.
+            ConfigError: no `=`, a broken regex, an unknown axis, or one axis twice on a dim. One axis on two
+                dims is refused when planning, which knows the tensor.
         """
         pattern, equals, body = text.rpartition("=")
         pattern = pattern.strip()  # no path has spaces
         if not equals or not pattern:
             raise ConfigError(f"override {text!r} has no REGEX=SPEC form; example: mlp/down_proj=tp,fsdp")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"override {text!r}: {pattern!r} is no regular expression: {error}") from None
         return cls(pattern, None if body.strip() == "whole" else _parse_spec(body, text), text)
 
     def matches(self, path: str) -> bool:
@@ -115,11 +124,15 @@ class Rules:
     """Logical axis → what happens where its axes do not divide it. `fsdp` stands for that mesh axis: it cuts
     another dim of the tensor where it can, at the same cost, and only then follows its policy."""
     overrides: tuple[Override, ...] = ()
-    """Tried in order before `params`. Unlike a user's, one that matches no parameter is a note and no error,
-    and one whose axes do not divide a dim follows the policies."""
+    """Tried in order before `params`. Unlike a user's, one that matches only a head that this model does not
+    have is no error, and one whose axes do not divide a dim follows the policies."""
 
     def __post_init__(self) -> None:
-        for what, table in (("logical axis", self.params), ("activation", self.activations)):
+        for what, table in (
+            ("logical axis", self.params),
+            ("activation", self.activations),
+            ("policy of", self.policy),
+        ):
             names = [name for name, _ in table]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
@@ -128,10 +141,13 @@ class Rules:
             if logical not in DEFAULT_PARAMS:
                 raise ConfigError(
                     f"no parameter has a logical axis {logical!r}; there are"
-                    f" {', '.join(DEFAULT_PARAMS)}{nearest(logical, DEFAULT_PARAMS)}"
+                    f" {', '.join(DEFAULT_PARAMS)}{did_you_mean(logical, DEFAULT_PARAMS)}"
                 )
-            _check_axes(f"rule {logical!r} → {mesh_axes!r}", mesh_axes)
-        for name, spec in self.activations:
+            _check_is_tuple(f"rule {logical!r}", mesh_axes)
+            what = f"rule {logical}: {axes_text(mesh_axes)}"
+            _check_known(what, mesh_axes)
+            _check_once(what, mesh_axes, f"params: {{{logical}: {axes_text(dict.fromkeys(mesh_axes))}}}")
+        for name, spec in sorted(self.activations, key=lambda item: item[0] != "tokens"):  # others follow it
             self._check_activation(name, spec)
         for axis, policy in self.policy:
             self._check_policy(axis, policy)
@@ -150,7 +166,8 @@ class Rules:
         """Mesh axes that cut `logical`; an axis without a rule is an error, never quietly whole."""
         if logical not in self.axes_of:
             raise ConfigError(
-                f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}"
+                f"no rule for logical axis {logical!r}; rules exist for {', '.join(self.axes_of)}; give it"
+                " mesh axes, or () to leave it whole"
             )
         return self.axes_of[logical]
 
@@ -190,25 +207,40 @@ class Rules:
 
     def _check_activation(self, name: str, spec: Spec) -> None:
         if name not in ACTIVATIONS:
-            extra = "; the cut of logits is --head-layout" if name == "logits" else nearest(name, ACTIVATIONS)
-            raise ConfigError(f"no activation is named {name!r}; there are {', '.join(ACTIVATIONS)}{extra}")
-        dims = ACTIVATIONS[name]
-        if len(spec) != len(dims):
+            extra = "; the cut of logits is --head-layout" if name == "logits" else ""
             raise ConfigError(
-                f"activation {name!r} has {len(dims)} dims ({', '.join(dims)}), but {len(spec)} entries"
+                f"no activation is named {name!r}; there are {', '.join(ACTIVATIONS)}"
+                f"{extra or did_you_mean(name, ACTIVATIONS)}"
             )
-        flat = tuple(axis for axes in spec for axis in axes)
-        _check_axes(f"activation {name!r} → {spec!r}", flat)
-        batch = self.activation("tokens")[0]
+        _check_is_spec(f"activation {name!r}", spec)
+        dims, what = ACTIVATIONS[name], f"activation {name}: {activation_text(spec)}"
+        for axes in spec:
+            _check_known(what, axes)
+        tokens = dict(self.activations).get("tokens", (_BATCH,))
+        batch = tuple(dict.fromkeys(tokens[0] if tokens else _BATCH))
+        fixed = f"activations: {{{name}: {activation_text(_nearest_activation(spec, dims, batch))}}}"
+        for axes in spec:
+            _check_once(what, axes, fixed)
+        if len(spec) != len(dims):
+            entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
+            raise ConfigError(
+                f"{what} has {entries}, but {name} has {len(dims)} dims ({', '.join(dims)}); write {fixed}"
+            )
+        twice = [axis for axes in spec for axis in axes if sum(axis in others for others in spec) > 1]
+        if twice:
+            on = [dim for dim, axes in zip(dims, spec, strict=True) if twice[0] in axes]
+            raise ConfigError(
+                f"{what} puts mesh axis {twice[0]!r} on two dims ({', '.join(on)}); write {fixed}"
+            )
         if spec[0] != batch:
             raise ConfigError(
-                f"activation {name!r} cuts the batch over {'+'.join(spec[0]) or 'nothing'}, but 'tokens' over"
-                f" {'+'.join(batch) or 'nothing'}; the batch is split once: give both the same first entry"
+                f"{what} cuts the batch over {'+'.join(spec[0]) or 'nothing'}, but tokens over"
+                f" {'+'.join(batch) or 'nothing'}; the batch is split once: write {fixed}, or change tokens"
             )
 
     def _check_policy(self, axis: str, policy: str) -> None:
         if axis not in DEFAULT_POLICY:
-            near = nearest(axis, DEFAULT_POLICY)
+            near = did_you_mean(axis, DEFAULT_POLICY)
             raise ConfigError(
                 f"no policy can be set for {axis!r}; there are {', '.join(DEFAULT_POLICY)}{near}"
             )
@@ -218,22 +250,58 @@ class Rules:
             if not (p == "pad" and axis not in (*_PADDED, "fsdp")) and (axis, p) != ("kv_heads", "replicate")
         )
         if policy not in allowed:
-            raise ConfigError(f"policy {policy!r} for {axis!r}: allowed are {', '.join(allowed)}")
+            near = did_you_mean(str(policy), allowed)
+            raise ConfigError(f"policy {policy!r} for {axis!r}: allowed are {', '.join(allowed)}{near}")
 
 
-def _check_axes(what: str, mesh_axes: tuple[str, ...]) -> None:
-    if any(axis not in AXES for axis in mesh_axes):
-        near = nearest(next(a for a in mesh_axes if a not in AXES), AXES, cutoff=0.3)
-        raise ConfigError(f"{what}: give a tuple of different mesh axes out of {', '.join(AXES)}{near}")
+def _check_is_tuple(what: str, value: object) -> None:
+    """Of rules made in Python, where 'tp' would pass for the axes t and p."""
+    if not isinstance(value, tuple):
+        raise ConfigError(f"{what}: {value!r} is no tuple of mesh axes; write ('tp',) or ('dp', 'fsdp')")
+
+
+def _check_is_spec(what: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise ConfigError(
+            f"{what}: {value!r} is no tuple; write one with mesh axes for each dim: (('tp',), ())"
+        )
+    for axes in value:
+        _check_is_tuple(what, axes)
+
+
+def _check_known(what: str, mesh_axes: Iterable[str]) -> None:
+    for axis in mesh_axes:
+        if axis not in AXES:
+            near = did_you_mean(str(axis), AXES, cutoff=0.3)
+            raise ConfigError(f"{what}: unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}{near}")
+
+
+def _check_once(what: str, mesh_axes: tuple[str, ...], fixed: str) -> None:
+    """Refuses an axis that one dim has twice."""
     twice = next((axis for axis in mesh_axes if mesh_axes.count(axis) > 1), None)
-    if twice:
-        raise ConfigError(f"{what} uses mesh axis {twice!r} twice; give a tuple of different mesh axes")
+    if twice is not None:
+        raise ConfigError(f"{what} names mesh axis {twice!r} twice for one dim; write {fixed}")
 
 
-def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message: `; did you mean 'mlp'?`, or nothing."""
-    near = get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _nearest_activation(spec: Spec, dims: tuple[str, ...], batch: tuple[str, ...]) -> Spec:
+    """A spec of the right rank, with the batch cut as tokens are, and each axis once."""
+    rest = spec if len(spec) == len(dims) - 1 and spec[:1] != (batch,) else spec[1:]  # the batch left out
+    used, out = set(batch), [batch]
+    for axes in (*rest, *((),) * len(dims))[: len(dims) - 1]:
+        out.append(tuple(axis for axis in dict.fromkeys(axes) if axis not in used))
+        used |= set(axes)
+    return tuple(out)
+
+
+def axes_text(axes: Iterable[str]) -> str:
+    """The mesh axes of one dim as users write them in a rules file: `tp`, `[dp, fsdp]`, `null`."""
+    names = list(map(str, axes))
+    return f"[{', '.join(names)}]" if len(names) > 1 else names[0] if names else "null"
+
+
+def activation_text(spec: Spec) -> str:
+    """An activation's spec as users write it in a rules file: `[[dp, fsdp], tp, null]`."""
+    return f"[{', '.join(map(axes_text, spec))}]"
 
 
 def spec_text(spec: Spec | None) -> str:
@@ -255,21 +323,5 @@ def _parse_spec(body: str, text: str) -> Spec:
             f"override {text!r}: the spec {body!r} cannot be read; write one entry a dim, like tp,None,fsdp"
             " or None,(fsdp,tp), with None for a dim that stays whole, or the word whole for all of them"
         )
-    items = re.findall(_ITEM, inner)
-    spec: list[tuple[str, ...]] = []
-    for item in items:
-        names = [n for n in re.split(r"[(),\s]+", item) if n and n != "None"]
-        axes = tuple(_ALIASES.get(name, name) for name in names)
-        for axis in axes:
-            if axis not in AXES:
-                raise ConfigError(
-                    f"override {text!r}: unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}"
-                )
-        spec.append(axes)
-    used = [axis for axes in spec for axis in axes]
-    for axis in set(used):
-        if used.count(axis) > 1:
-            raise ConfigError(
-                f"override {text!r} puts axis {axis!r} on two dims; an axis can cut a tensor once"
-            )
-    return tuple(spec)
+    names = [re.split(r"[(),\s]+", item) for item in re.findall(_ITEM, inner)]
+    return tuple(tuple(_ALIASES.get(n, n) for n in item if n and n != "None") for item in names)

@@ -17,6 +17,7 @@ from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan,
 from shardwise.partition.rules import HeadLayout
 from shardwise.planner.hardware import DEVICES, Device
 from shardwise.planner.head_choice import HeadChoice, choose_head_layout
+from shardwise.runtime.distributed import is_main_process
 from shardwise.steps.workload import Workload
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def plan_for(
         devices = jax.devices()
     device = DEVICES.get(devices[0].platform, DEVICES["cpu"])
     made, choice = plan_on(options, config, mesh, workload(mesh), device)
+    if options.save_plan is not None and is_main_process():  # the processes' plans are the same
+        save_plan(made, options.save_plan)
     lines = [choice.summary()] if choice is not None else []
     lines += [f"note: {note}" for note in made.notes]
     lines += [f"wrote {options.save_plan}"] if options.save_plan is not None else []
@@ -72,7 +75,7 @@ def plan_on(
     options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device
 ) -> tuple[Plan, HeadChoice | None]:
     """The same on a given mesh, whether or not it is there, and the comparison behind its head layout, if
-    there was one; saves the plan where that is asked for."""
+    there was one; saves nothing."""
     choice = None
     if options.plan is not None:
         made = restore_plan(
@@ -83,8 +86,6 @@ def plan_on(
         choice = head_choice(options, config, mesh, workload, device)
         layout = _layout(options) if choice is None else choice.layout
         made = _make(options, config, mesh, layout)
-    if options.save_plan is not None:
-        save_plan(made, options.save_plan)
     return made, choice
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,13 +18,14 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Decision, Plan
-from shardwise.partition.plan_file import differences, read_plan_file
+from shardwise.partition.plan_file import differences, read_plan_file, save_plan
 from shardwise.partition.rules import Override, Spec
 from shardwise.planner import explain_view as view
 from shardwise.planner.audit import ALLOWED_SHARE, Audit, audit
 from shardwise.planner.choose import asked_mesh, plan_on
 from shardwise.planner.explain import explain
 from shardwise.planner.hardware import DEVICES
+from shardwise.runtime.files import write_new
 from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.workload import Workload
 
@@ -51,19 +52,21 @@ def run(options: ExplainOptions) -> int:
     quiet = options.json == "-"
     plan, choice = plan_on(options, config, mesh, workload, DEVICES["tpu"])
     explanation = explain(plan, workload)
+    # Both refuse what they do not find, which is to be known before anything is written.
+    shown = None if options.tensor is None else matching(plan, options.tensor)
+    other = None if options.swap is None else swapped(plan, options.swap)
+    if options.save_plan is not None:
+        save_plan(plan, options.save_plan)
     if options.json is not None:
         text = json.dumps(explanation.to_json(name), indent=1)
         if quiet:
             print(text)
             return 0
-        path = Path(options.json).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_new("--json", options.json, text + "\n")
     audits: dict[str, Audit] = {}
-    if options.tensor is not None:
-        view.tensors(console, explanation, matching(plan, options.tensor))
-    elif options.swap is not None:
-        other = swapped(plan, options.swap)
+    if shown is not None:
+        view.tensors(console, explanation, shown)
+    elif other is not None and options.swap is not None:
         view.swap(console, explanation, explain(other, workload), options.swap)
         if options.audit:
             audits["with the swap, compiled"] = audit(other, workload, simulated(mesh))
@@ -115,10 +118,13 @@ def matching(plan: Plan, pattern: str) -> tuple[str, ...]:
     """
     found = tuple(path for path in plan.paths if re.search(pattern, path))
     if not found:
-        near = get_close_matches(pattern, plan.paths, n=1, cutoff=0.3)
-        hint = f"; nearest: {near[0]}" if near else ""
-        raise ConfigError(f"--tensor {pattern!r} matches no tensor{hint}")
+        raise ConfigError(f"--tensor {pattern!r} matches no tensor; {_nearest(pattern, plan.paths)}")
     return found
+
+
+def _nearest(name: str, paths: Sequence[str]) -> str:
+    near = get_close_matches(name, paths, n=1, cutoff=0.3)
+    return f"nearest: {near[0]}" if near else f"there are {', '.join(paths)}"
 
 
 @dataclass(frozen=True)
@@ -167,13 +173,17 @@ def _move(plan: Plan, text: str) -> _Move:
     d = plan[_matrix(plan, name, text)]
     cutting = [a for axes in d.spec for a in axes if plan.mesh.sizes[a] > 1]
     if not cutting:
-        raise ConfigError(f"--swap {text!r}: nothing to swap, since no mesh axis cuts {d.path}")
+        raise ConfigError(
+            f"--swap {text!r}: nothing to swap, since no axis of mesh {plan.mesh} cuts {d.path} ({_sizes(d)})"
+            f" by {d.decided_by}; take a larger fsdp or tp, or rules that cut it"
+        )
     if not axis:
         axis = "tp" if "tp" in cutting else cutting[0] if len(cutting) == 1 else ""
     if axis not in cutting:
         cut = " and ".join(cutting)
         raise ConfigError(
-            f"--swap {text!r}: {d.path} is cut over {cut}; name one, as in {d.path}:{cutting[0]}"
+            f"--swap {text!r}: {d.path} ({_sizes(d)}) is cut over {cut}; name one, as in"
+            f" {d.path}:{cutting[0]}"
         )
     source = next(i for i, axes in enumerate(d.spec) if axis in axes)
     shape, reasons = plan.padding.use_shape(d.axes), []
@@ -188,7 +198,27 @@ def _move(plan: Plan, text: str) -> _Move:
         reasons.append(f"{d.axes[dim]} {shape[dim]} by {parts} = {plan.mesh.size(axes)}")
     raise ConfigError(
         f"--swap {text!r}: no other dim of {d.path} can take {axis}; not divided are {', '.join(reasons)}"
+        f"{_other_sizes(plan, d, axis)}"
     )
+
+
+def _other_sizes(plan: Plan, d: Decision, axis: str) -> str:
+    """The end of a message: sizes of a mesh axis with which it can be swapped, if there are any."""
+    free = {
+        logical: size // plan.mesh.size([a for a in axes if a != axis])
+        for logical, size, axes in zip(d.axes, d.use_shape, d.spec, strict=True)
+        # The dim that tp cuts is padded for it; of others, these are as large whatever tp is.
+        if logical != "layers" and (axis != "tp" or (logical in ("embed", "head_dim") and axis not in axes))
+    }
+    dims = 1 if axis == "tp" else 2  # another than the one that it cuts
+    most = max(free.values(), default=1)
+    fits = (n for n in range(2, most + 1) if sum(size % n == 0 for size in free.values()) >= dims)
+    near = sorted(fits, key=lambda n: abs(n - plan.mesh.sizes[axis]))[:3]
+    return f"; take a mesh with another {axis}, such as {', '.join(map(str, near))}" if near else ""
+
+
+def _sizes(d: Decision) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in zip(d.axes, d.use_shape, strict=True))
 
 
 def _matrix(plan: Plan, name: str, text: str) -> str:
@@ -206,8 +236,8 @@ def _matrix(plan: Plan, name: str, text: str) -> str:
         raise ConfigError(
             f"--swap {text!r} finds only {', '.join(found)}; name a matrix, which has another dim"
         )
-    near = get_close_matches(name, [path for path in plan.paths if matrices[path]], n=1, cutoff=0.3)
-    raise ConfigError(f"--swap {text!r} finds no matrix" + (f"; nearest: {near[0]}" if near else ""))
+    near = _nearest(name, [path for path in plan.paths if matrices[path]])
+    raise ConfigError(f"--swap {text!r} finds no matrix; {near}")
 
 
 def _other_dims(d: Decision, source: int) -> list[int]:
