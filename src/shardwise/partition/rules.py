@@ -28,6 +28,7 @@ HeadLayout = Literal["vocab", "hidden", "replicated"]
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "tokens": ("batch", "length"),
+    "words": ("batch", "length", "word_embed"),
     "residual": ("batch", "length", "embed"),
     "query": ("batch", "length", "heads", "q_per_kv", "head_dim"),
     "key": ("batch", "length", "heads", "head_dim"),
@@ -43,7 +44,11 @@ DEFAULT_PARAMS: dict[str, tuple[str, ...]] = {
     "layers": (),
     "vocab": ("tp",),
     "embed": ("fsdp",),
+    "word_embed": ("fsdp",),
     "vector": (),
+    "positions": (),
+    "token_types": (),
+    "experts": (),
     "heads": ("tp",),
     "q_per_kv": (),
     "kv_heads": ("tp",),
@@ -57,7 +62,11 @@ DEFAULT_POLICY: dict[str, Policy] = {
     "mlp": "pad",
     "vocab": "pad",
     "embed": "error",
+    "word_embed": "error",
     "vector": "error",
+    "positions": "error",
+    "token_types": "error",
+    "experts": "error",
     "q_per_kv": "error",
     "head_dim": "error",
     "fsdp": "pad",
@@ -164,7 +173,7 @@ class Rules:
         if name in table:
             return table[name]
         batch = table["tokens"][0] if "tokens" in table else _BATCH
-        fixed = {"batch": batch, "length": (), "embed": ()}
+        fixed = {"batch": batch, "length": (), "embed": (), "word_embed": ()}
         return tuple(
             fixed[axis] if axis in fixed else tuple(a for a in self.axes_of.get(axis, ()) if a not in _BATCH)
             for axis in ACTIVATIONS[name]
