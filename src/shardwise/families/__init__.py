@@ -13,7 +13,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.families import gpt2, llama
-from shardwise.families.base import ConfigKeys, Family, TensorName
+from shardwise.families.base import Family, TensorName
+from shardwise.families.keys import ConfigKeys
 from shardwise.models.config import ModelConfig
 
 __all__ = ["Family", "TensorName", "config_from_hf", "config_to_hf", "family_of", "get_family"]
@@ -50,8 +51,9 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     near = get_close_matches(str(model_type), by_type, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"model_type {model_type!r} (architectures {hf_config.get('architectures')}) is not supported, and its"
-        f" config is not of Llama's form: {'; '.join(apart)}; supported: {', '.join(sorted(by_type))}{hint}"
+        f"model_type {model_type!r} (architectures {hf_config.get('architectures')}) is not supported, and"
+        f" its config is not of Llama's form: {'; '.join(apart)}; supported:"
+        f" {', '.join(sorted(by_type))}{hint}"
     )
 
 
@@ -82,8 +84,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     model_type = hf_config["model_type"]
     if model_type not in family.model_types:
         warnings.warn(
-            f"model_type {model_type!r} is not known; its config has Llama's form, so it is read, computed and"
-            " exported as Llama. Compare its logits with the original's before you trust it",
+            f"model_type {model_type!r} is not known; its config has Llama's form, so it is read, computed"
+            " and exported as Llama. Compare its logits with the original's before you trust it",
             stacklevel=2,
         )
     unread = {key: value for key, value in keys.unread().items() if value is not None}

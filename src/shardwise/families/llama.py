@@ -22,7 +22,8 @@ from shardwise.families.base import (
 from shardwise.models.config import ModelConfig
 
 NEEDED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "rms_norm_eps",
 )  # fmt: skip
 """Keys that a config of Llama's form has."""
 # Keys that other readers of this model type honour and that we would compute wrongly if we passed over them.
