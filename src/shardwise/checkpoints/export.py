@@ -5,7 +5,8 @@ Not here: writing the folder (hf_writer.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,31 @@ def _to_file(plan: Plan, parts: list[TensorName], arrays: list[np.ndarray], dtyp
         order = [axes.index(axis) for dim in name.hf_dims for axis in dim if axis != PARTS]
         ordered.append(array.transpose(order))
     first = parts[0]
-    file_order = [axis for dim in first.hf_dims for axis in dim]
-    if PARTS in file_order:
+    if any(PARTS in dim for dim in first.hf_dims):
         assert [name.part[0] for name in parts] == list(range(first.part[1])), f"parts of {first.hf_name}"
-        out = np.stack(ordered, axis=file_order.index(PARTS)).reshape(first.hf_shape(sizes))
+        split = [_around_parts(name, sizes) for name in parts]
+        out = np.stack([a.reshape(shape) for a, (shape, _) in zip(ordered, split, strict=True)], split[0][1])
+        out = out.reshape(first.hf_shape(sizes))
     else:
         rows = [array.reshape(-1, *first.hf_shape(sizes)[1:]) for array in ordered]
         by_place = sorted(range(len(parts)), key=lambda i: len(parts[i].before))
         out = rows[0] if len(rows) == 1 else np.concatenate([rows[i] for i in by_place])
     out = np.ascontiguousarray(out)
     return out.astype(jax.numpy.dtype(dtype)) if dtype else out
+
+
+def _around_parts(name: TensorName, sizes: Mapping[str, int]) -> tuple[list[int], int]:
+    """A part's shape, its file dims merged but for the one with `PARTS`, which is split there; and where the
+    axis of all parts goes."""
+    shape: list[int] = []
+    at = 0
+    for dim in name.hf_dims:
+        pieces = [dim]
+        if PARTS in dim:
+            cut = dim.index(PARTS)
+            pieces, at = [dim[:cut], dim[cut + 1 :]], len(shape) + 1
+        shape += [math.prod(sizes[axis] for axis in piece) for piece in pieces]
+    return shape, at
 
 
 def export(

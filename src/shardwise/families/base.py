@@ -130,14 +130,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def head_dim_from(hf: Mapping[str, Any], embed_dim: int, heads: int) -> int:
-    """The width of a head: `head_dim`, or hidden size / heads."""
-    head_dim = hf.get("head_dim")
-    if head_dim is not None:
+def head_dim_from(
+    hf: Mapping[str, Any], embed: str = "hidden_size", heads: str = "num_attention_heads"
+) -> int:
+    """The width of a head: `head_dim`, or the size under the key `embed` over the number under `heads`."""
+    if hf.get("head_dim") is not None:
         return int(require(hf, "head_dim"))
-    if heads < 1 or embed_dim % heads:
-        raise ConfigError(f"config.json: hidden size {embed_dim} is no multiple of the {heads} heads")
-    return embed_dim // heads
+    width, number = require(hf, embed), require(hf, heads)
+    if number < 1 or width % number:
+        raise ConfigError(f"config.json: {embed} {width} is no multiple of {heads} {number}")
+    return int(width // number)
 
 
 QUERY: Dim = ("heads", "q_per_kv", "head_dim")

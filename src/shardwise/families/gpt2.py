@@ -38,7 +38,7 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_layers=require(hf, "n_layer"),
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=head_dim_from(hf, embed_dim, heads),
+        head_dim=head_dim_from(hf, "n_embd", "n_head"),
         mlp_dim=optional(hf, "n_inner", 4 * embed_dim),
         max_position=positions,
         norm="layer",

@@ -59,7 +59,7 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_layers=require(hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim_from(hf, embed_dim, heads),
+        head_dim=head_dim_from(hf),
         mlp_dim=require(hf, "intermediate_size"),
         max_position=max_position,
         norm_eps=optional(hf, "rms_norm_eps", 1e-6),

@@ -28,7 +28,6 @@ HeadLayout = Literal["vocab", "hidden", "replicated"]
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "tokens": ("batch", "length"),
-    "words": ("batch", "length", "word_embed"),
     "residual": ("batch", "length", "embed"),
     "query": ("batch", "length", "heads", "q_per_kv", "head_dim"),
     "key": ("batch", "length", "heads", "head_dim"),
@@ -36,6 +35,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "attention_out": ("batch", "length", "heads", "q_per_kv", "head_dim"),
     "mlp_hidden": ("batch", "length", "mlp"),
     "kv_cache": ("batch", "length", "heads", "head_dim"),
+    "words": ("batch", "length", "word_embed"),
 }
 """Named activations and the logical axis of each dim. Logits are not here: their cut is the head layout."""
 
