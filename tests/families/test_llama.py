@@ -138,7 +138,15 @@ def test_exported_rotary_settings_are_in_both_spellings_and_agree(rope: RopeConf
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even one"),
         ({"head_dim": "8"}, "head_dim is '8'"),
         ({"model_type": ...}, 'no "model_type"'),
-        ({"model_type": "lama", "architectures": ["X"]}, "'lama' (architectures ['X']) is not supported"),
+        (
+            {"model_type": "lama", "architectures": ["X"], "rms_norm_eps": ...},
+            "'lama' (architectures ['X']) is not supported, and its config is not of Llama's form: it lacks"
+            " rms_norm_eps",
+        ),
+        (
+            {"model_type": "lama", "alibi": True},
+            "is not of Llama's form: it has alibi = True, which Llama has not; supported:",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], words: str) -> None:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwise.models.attention import Visibility, attention, query_block
+from shardwise.models.attention import Scores, Visibility, attention, query_block
 
 PLACE = cast(Any, SimpleNamespace(on_cpu=True))
 B, K, G, E = 2, 2, 3, 4
+SCORES = Scores(E**-0.5)
 
 
 def _reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -52,7 +53,7 @@ def test_packed_sequences_of_any_length_equal_the_definition(length: int) -> Non
     visible = Visibility(*(jnp.asarray(x) for x in (positions, segments) * 2), ordered=True)
     q, k, v = _draw(length, length)
     with jax.enable_x64(True):
-        out = attention(PLACE, *(jnp.asarray(x) for x in (q, k, v)), visible, "xla")
+        out = attention(PLACE, *(jnp.asarray(x) for x in (q, k, v)), visible, SCORES, "xla")
     expected = _reference(q, k, v, _mask(visible))
     np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
 
@@ -66,7 +67,9 @@ def test_gradients_in_blocks_equal_those_of_one_block() -> None:
 
     def gradients(ordered: bool) -> tuple[jax.Array, ...]:
         def value(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return (attention(PLACE, q, k, v, Visibility(*rows, ordered=ordered), "xla") * weights).sum()
+            return (
+                attention(PLACE, q, k, v, Visibility(*rows, ordered=ordered), SCORES, "xla") * weights
+            ).sum()
 
         return jax.grad(value, (0, 1, 2))(*(jnp.asarray(x) for x in _draw(length, length)))
 
@@ -89,7 +92,7 @@ def test_queries_behind_a_cache_see_every_key_up_to_their_own_position(length: i
     visible = Visibility(*(jnp.asarray(x) for x in (positions, ones[0], slots, ones[1])))
     q, k, v = _draw(length, capacity)
     with jax.enable_x64(True):
-        out = attention(PLACE, *(jnp.asarray(x) for x in (q, k, v)), visible, "xla")
+        out = attention(PLACE, *(jnp.asarray(x) for x in (q, k, v)), visible, SCORES, "xla")
     np.testing.assert_allclose(out, _reference(q, k, v, _mask(visible)), rtol=1e-12, atol=1e-13)
 
 
@@ -104,7 +107,7 @@ def test_bfloat16_is_rounded_alike_if_products_are_widened(
     results = []
     for native in (True, False):
         monkeypatch.setattr("shardwise.models.dense.multiplies_bfloat16", lambda native=native: native)
-        out = attention(PLACE, *arrays, visible, "xla")
+        out = attention(PLACE, *arrays, visible, SCORES, "xla")
         assert out.dtype == jnp.bfloat16
         results.append(np.asarray(out, np.float64))
     # a value near a rounding boundary may fall to either side: one unit in the last of bfloat16's 8 bits, of

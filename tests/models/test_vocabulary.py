@@ -48,7 +48,7 @@ def test_look_up_takes_the_very_rows_and_logits_are_of_the_whole_head(
 
     @jax.jit
     def both(stored: jax.Array, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        looked_up = look_up(place, VocabMatrix.of(place, PATH, stored), tokens)
+        looked_up = look_up(place, VocabMatrix.of(place, PATH, stored), tokens, d.true_shape[1])
         return looked_up, head_logits(place, Head.of(place, PATH, stored), hidden)
 
     stored = place.plan.padding.pad(table, d.axes, d.shape)

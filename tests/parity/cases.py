@@ -88,8 +88,12 @@ def weight_sums(case: Case) -> np.ndarray:
 
 def inputs(case: Case) -> tuple[Batch, ...]:
     """The case's token batches: 2 × 20 plain, left padded and right padded, and one row of 200 positions."""
-    random = np.random.RandomState(case.seed + 1)
-    vocab = int(case.config["vocab_size"])
+    return draw_batches(case.seed + 1, int(case.config["vocab_size"]))
+
+
+def draw_batches(seed: int, vocab: int) -> tuple[Batch, ...]:
+    """Those batches of random ids below `vocab`."""
+    random = np.random.RandomState(seed)
 
     def draw(rows: int, length: int) -> np.ndarray:
         return random.randint(0, vocab, size=(rows, length)).astype(np.int32)

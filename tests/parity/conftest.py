@@ -49,7 +49,11 @@ def load_case(case_folder: Callable[[Case], Path]) -> Callable[..., Any]:
     return load
 
 
-def load_on(path: Path, mesh: str = ONE_DEVICE, compute_dtype: str = "float32") -> Any:
+def load_on(
+    path: Path, mesh: str = ONE_DEVICE, compute_dtype: str = "float32", head_layout: Any = None
+) -> Any:
     """Load `path` on the first devices of this machine, as many as a mesh like `dp:1,fsdp:2,tp:2` takes."""
     count = math.prod(int(part.split(":")[1]) for part in mesh.split(","))
-    return shardwise.load(path, mesh=mesh, compute_dtype=compute_dtype, devices=jax.devices()[:count])
+    return shardwise.load(
+        path, mesh=mesh, compute_dtype=compute_dtype, devices=jax.devices()[:count], head_layout=head_layout
+    )

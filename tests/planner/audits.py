@@ -70,7 +70,13 @@ class Case:
 
     def __str__(self) -> str:
         names = {LLAMA: "", TIED: "tied", UNEVEN: "uneven", REPEATED: "repeated", BIASED: "biased"}
-        words = [self.task, str(self.mesh), names[self.config], self.head or "", self.swap]
+        words = [
+            self.task,
+            str(self.mesh),
+            names.get(self.config, self.config.family),
+            self.head or "",
+            self.swap,
+        ]
         words += [self.rules.name if self.rules.name != "fsdp+tp" else ""]
         words += [f"{name} {value}" for name, value in self.more]
         return " ".join(filter(None, words))

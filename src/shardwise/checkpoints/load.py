@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from shardwise.checkpoints.reader import Checkpoint, TensorReader
+from shardwise.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
 from shardwise.errors import CheckpointError
-from shardwise.families import TensorName, get_family
+from shardwise.families import Family, TensorName, get_family
+from shardwise.families.base import PARTS
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import Params, layer_paths
 from shardwise.partition.plan import Decision, Plan, named_sharding
@@ -36,8 +37,16 @@ class _Source:
 
     reader: TensorReader
     name: str
-    dims: tuple[tuple[str, ...], ...]
+    tensor: TensorName
     sizes: Mapping[str, int]
+    """Of every axis in the file's dims."""
+
+    @classmethod
+    def of(cls, reader: TensorReader, config: ModelConfig, tensor: TensorName, layer: int) -> list[_Source]:
+        """The tensors that hold a parameter's layer: one, or one for each expert."""
+        sizes = {**config.sizes(), PARTS: tensor.part[1]}
+        names = tensor_files(config, tensor, layer)
+        return [cls(reader, name, tensor, sizes) for name in names]
 
 
 def load_params(
@@ -56,15 +65,14 @@ def load_params(
     if checkpoint.reader is None:
         raise CheckpointError(f"{checkpoint.path} holds a configuration but no weights, which this needs")
     names = check_tensors(checkpoint.reader, plan.config, str(checkpoint.path))
-    infos, sizes = checkpoint.reader.tensors(), plan.config.sizes()
+    infos = checkpoint.reader.tensors()
     params: Params = {}
     for path in plan.paths:
         decision, name = plan[path], names[path]
         layers = range(plan.config.num_layers) if decision.stacked else (0,)
-        sources = [
-            _Source(checkpoint.reader, name.hf_name.format(layer=i), name.hf_dims, sizes) for i in layers
-        ]
-        own = [np.dtype(jax.numpy.dtype(dtype)) if dtype else infos[source.name].dtype for source in sources]
+        sources = [_Source.of(checkpoint.reader, plan.config, name, layer) for layer in layers]
+        given = np.dtype(jax.numpy.dtype(dtype)) if dtype else None
+        own = [given or np.result_type(*(infos[source.name].dtype for source in s)) for s in sources]
         if stacked or not decision.stacked:
             kind = np.result_type(*own)
             params[path] = _place(plan, mesh, decision, decision.shape, decision.spec, sources, kind)
@@ -86,17 +94,18 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
     """
     family, sizes = get_family(config.family), config.sizes()
     have = reader.tensors()
-    names = family.tensor_names(config)
+    names = _as_found(family, config, have)
     wanted: dict[str, tuple[int, ...]] = {}
     for name in names:
-        shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in name.hf_dims)
         layers = range(config.num_layers) if "{layer}" in name.hf_name else (0,)
-        wanted.update({name.hf_name.format(layer=layer): shape for layer in layers})
+        files = [file for layer in layers for file in tensor_files(config, name, layer)]
+        wanted.update(dict.fromkeys(files, name.hf_shape(sizes)))
     ignored = re.compile("|".join(f"(?:{p})" for p in family.ignored_tensors) or r"(?!)")
     missing = [name for name in wanted if name not in have]
     extra = [name for name in have if name not in wanted and not ignored.fullmatch(name)]
-    if config.tie_embeddings and "lm_head.weight" in extra and _same(reader, "lm_head.weight", _table(names)):
-        extra.remove("lm_head.weight")  # a copy of the tied table, as some tools write it
+    head = family.head_tensor
+    if config.tie_embeddings and head in extra and _same(reader, head, _table(names)):
+        extra.remove(head)  # a copy of the tied table, as some tools write it
     numbers = [
         f"{name} is {have[name].dtype}"
         for name in wanted
@@ -117,15 +126,35 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
             problems.append(f"{len(found)} {kind}: {', '.join(found)}")
     if problems:
         hint = ""
-        if "lm_head.weight" in missing:
+        if head in missing:
             hint = "; if the head is the embedding table, set tie_word_embeddings to true in config.json"
-        elif "lm_head.weight" in extra:
+        elif head in extra and config.tie_embeddings:
             hint = (
-                "; lm_head.weight differs from the embedding table although config.json says"
+                f"; {head} differs from the embedding table although config.json says"
                 " tie_word_embeddings: set it to false to use this head"
             )
         raise CheckpointError(f"{where} does not fit its config: {'; '.join(problems)}{hint}")
     return {name.path: name for name in names}
+
+
+def tensor_files(config: ModelConfig, tensor: TensorName, layer: int) -> list[str]:
+    """Names in the file of what holds a parameter's layer: one, or one for each expert."""
+    experts = range(config.num_experts) if "{expert}" in tensor.hf_name else (0,)
+    return [tensor.hf_name.format(layer=layer, expert=expert) for expert in experts]
+
+
+def _as_found(family: Family, config: ModelConfig, have: Mapping[str, TensorInfo]) -> list[TensorName]:
+    """The family's tensor names with the beginning that this file's names have."""
+    names = family.tensor_names(config)
+    usual = family.bases[0]
+    table = _table(names).removeprefix(usual)
+    base = next((base for base in family.bases if base + table in have), usual)
+    return [
+        replace(name, hf_name=base + name.hf_name.removeprefix(usual))
+        if name.hf_name.startswith(usual)
+        else name
+        for name in names
+    ]
 
 
 def _table(names: Sequence[TensorName]) -> str:
@@ -148,7 +177,7 @@ def _place(
     decision: Decision,
     shape: tuple[int, ...],
     spec: Spec,
-    sources: list[_Source],
+    sources: list[list[_Source]],
     dtype: np.dtype,
 ) -> jax.Array:
     """One parameter, built device by device; the same slice on several devices is read once."""
@@ -166,23 +195,39 @@ def _place(
 
 
 def _read_slice(
-    plan: Plan, decision: Decision, ranges: tuple[_Range, ...], sources: list[_Source], dtype: np.dtype
+    plan: Plan,
+    decision: Decision,
+    ranges: tuple[_Range, ...],
+    sources: list[list[_Source]],
+    dtype: np.dtype,
 ) -> np.ndarray:
+    """A slice of a parameter; `sources` are those of each layer in turn."""
     out = np.zeros([stop - start for start, stop in ranges], dtype)
     if decision.stacked and len(ranges) == len(decision.axes):
         (first, last), inner = ranges[0], ranges[1:]
         for layer in range(first, last):
-            _fill(plan, decision.axes[1:], out[layer - first], inner, sources[layer])
+            _fill_layer(plan, decision.axes[1:], out[layer - first], inner, sources[layer])
     else:
-        axes = decision.axes[decision.stacked :]
-        _fill(plan, axes, out, ranges, sources[0])
+        _fill_layer(plan, decision.axes[decision.stacked :], out, ranges, sources[0])
     return out
+
+
+def _fill_layer(
+    plan: Plan, axes: Sequence[str], out: np.ndarray, ranges: tuple[_Range, ...], sources: list[_Source]
+) -> None:
+    """Fill one layer's slice; with experts, from the tensor of each."""
+    if axes[0] != "experts" or len(sources) == 1:
+        _fill(plan, axes, out, ranges, sources[0])
+        return
+    start, stop = ranges[0]
+    for expert in range(start, min(stop, len(sources))):
+        _fill(plan, axes[1:], out[expert - start], ranges[1:], sources[expert])
 
 
 def _fill(
     plan: Plan, axes: Sequence[str], out: np.ndarray, ranges: tuple[_Range, ...], source: _Source
 ) -> None:
-    """Fill one layer's slice from the file; what is padding stays zero.
+    """Fill a slice from one tensor of the file; what is padding stays zero.
 
     Args:
         axes: logical axis of each dim of `out`.
@@ -202,9 +247,35 @@ def _fill(
         if any(start >= stop for start, stop in true.values()):
             continue
         where = tuple(slice(offset[a], offset[a] + true[a][1] - true[a][0]) for a in axes)
-        file_order = [axis for dim in source.dims for axis in dim]
-        view = out[where].transpose([list(axes).index(axis) for axis in file_order])
-        _copy(view, source, true)
+        file_order = [axis for dim in source.tensor.hf_dims for axis in dim]
+        view = out[where].transpose([list(axes).index(axis) for axis in file_order if axis != PARTS])
+        if PARTS in file_order:
+            view = np.expand_dims(view, file_order.index(PARTS))
+            true[PARTS] = (source.tensor.part[0], source.tensor.part[0] + 1)
+        _copy_turned(view, source, true, file_order)
+
+
+def _copy_turned(
+    view: np.ndarray, source: _Source, ranges: dict[str, _Range], file_order: Sequence[str]
+) -> None:
+    """`_copy`, where features of a head lie interleaved with these put into our order."""
+    if not source.tensor.interleaved:
+        _copy(view, source, ranges)
+        return
+    size, at = source.sizes["head_dim"], list(file_order).index("head_dim")
+    whole = np.empty((*view.shape[:at], size, *view.shape[at + 1 :]), view.dtype)
+    _copy(whole, source, ranges | {"head_dim": (0, size)})
+    order = deinterleaved(source.tensor.interleaved, size)
+    view[...] = whole.take(order[slice(*ranges["head_dim"])], axis=at)
+
+
+def deinterleaved(turning: int, size: int) -> np.ndarray:
+    """For each feature of ours where it lies in a file that has pairs side by side: int [size].
+
+    Args:
+        turning: features that turn; those behind stay.
+    """
+    return np.concatenate([np.arange(0, turning, 2), np.arange(1, turning, 2), np.arange(turning, size)])
 
 
 def _query_block(slot: int, kv_head: int, first: int, count: int, start: int, group: _Range) -> _Part:
@@ -216,7 +287,8 @@ def _query_block(slot: int, kv_head: int, first: int, count: int, start: int, gr
 
 def _copy(view: np.ndarray, source: _Source, ranges: Mapping[str, _Range]) -> None:
     """Copy a block of the file's tensor into `view`, whose dims are its logical axes in the file's order."""
-    rows, columns = source.dims[0], [axis for dim in source.dims[1:] for axis in dim]
+    dims = source.tensor.hf_dims
+    rows, columns = dims[0], [axis for dim in dims[1:] for axis in dim]
     info = source.reader.tensors()[source.name]
     column_sizes = [source.sizes[axis] for axis in columns]
     column_slices = tuple(slice(*ranges[axis]) for axis in columns)
@@ -236,4 +308,4 @@ def _copy(view: np.ndarray, source: _Source, ranges: Mapping[str, _Range]) -> No
             block = block.reshape(j - i, *(source.sizes[axis] for axis in axes[1:]), *column_sizes)
             view[i - start : j - start] = block[(slice(None),) * len(axes) + column_slices]
 
-    copy(view, rows, 0)
+    copy(view, rows, sum(math.prod(source.sizes[axis] for axis in dim) for dim in source.tensor.before))

@@ -5,18 +5,21 @@ Not here: mathematics (models/) and reading of files (checkpoints/).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.families import llama
+from shardwise.families import gpt2, llama
 from shardwise.families.base import Family, TensorName
+from shardwise.families.keys import ConfigKeys
 from shardwise.models.config import ModelConfig
 
 __all__ = ["Family", "TensorName", "config_from_hf", "config_to_hf", "family_of", "get_family"]
 
-_FAMILIES: dict[str, Family] = {llama.FAMILY.name: llama.FAMILY}
+_FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama)}
 
 
 def get_family(name: str) -> Family:
@@ -27,10 +30,11 @@ def get_family(name: str) -> Family:
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family that a Hugging Face config names by `model_type`.
+    """The family that a Hugging Face config names by `model_type`; Llama's for one of the same form.
 
     Raises:
-        ConfigError: no `model_type`, or one that no family here reads.
+        ConfigError: no `model_type`, or one that no family here reads and that is not of Llama's form; says
+            what sets it apart.
     """
     model_type = hf_config.get("model_type")
     by_type = {t: family for family in _FAMILIES.values() for t in family.model_types}
@@ -39,21 +43,72 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
             f'config.json has no "model_type"; add it (known: {", ".join(sorted(by_type))}) if the model is'
             " one of these"
         )
-    if model_type not in by_type:
-        near = get_close_matches(str(model_type), by_type, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"model_type {model_type!r} (architectures {hf_config.get('architectures')}) is not supported;"
-            f" supported: {', '.join(sorted(by_type))}{hint}"
-        )
-    return by_type[model_type]
+    if model_type in by_type:
+        return by_type[model_type]
+    apart = _apart_from_llama(hf_config)
+    if not apart:
+        return llama.FAMILY
+    near = get_close_matches(str(model_type), by_type, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"model_type {model_type!r} (architectures {hf_config.get('architectures')}) is not supported, and"
+        f" its config is not of Llama's form: {'; '.join(apart)}; supported:"
+        f" {', '.join(sorted(by_type))}{hint}"
+    )
+
+
+def _apart_from_llama(hf_config: Mapping[str, Any]) -> list[str]:
+    """What keeps a config of an unknown type from being read as Llama's: keys it lacks, keys it has more."""
+    lacking = [key for key in llama.NEEDED if hf_config.get(key) is None]
+    if lacking:
+        return [f"it lacks {', '.join(lacking)}"]
+    keys = ConfigKeys(hf_config)
+    try:
+        llama.FAMILY.config_from_hf(keys)
+    except ConfigError as error:
+        return [str(error)]
+    more = [f"{key} = {value!r}" for key, value in keys.unread().items() if value not in (None, False)]
+    return [f"it has {', '.join(more)}, which Llama has not"] if more else []
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json`'s content into a ModelConfig; ConfigError names any key it cannot honour."""
-    return family_of(hf_config).config_from_hf(hf_config)
+    """Translate a `config.json`'s content into a ModelConfig.
+
+    Warns of keys that nobody read, and of an unknown model type that is read as Llama's.
+
+    Raises:
+        ConfigError: names any key that cannot be honoured.
+    """
+    family, keys = family_of(hf_config), ConfigKeys(hf_config)
+    config = family.config_from_hf(keys)
+    model_type = hf_config["model_type"]
+    if model_type not in family.model_types:
+        warnings.warn(
+            f"model_type {model_type!r} is not known; its config has Llama's form, so it is read, computed"
+            " and exported as Llama. Compare its logits with the original's before you trust it",
+            stacklevel=2,
+        )
+    unread = {key: value for key, value in keys.unread().items() if value is not None}
+    if unread:
+        found = ", ".join(f"{key} = {value!r}" for key, value in unread.items())
+        warnings.warn(f"config.json: not read for {model_type}: {found}", stacklevel=2)
+    return config
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Translate a ModelConfig into the keys of a `config.json` that describe the architecture."""
-    return get_family(config.family).config_to_hf(config)
+    """Translate a ModelConfig into the keys of a `config.json` that describe the architecture.
+
+    Raises:
+        ConfigError: the family's config.json cannot say all of it.
+    """
+    family = get_family(config.family)
+    keys = family.config_to_hf(config)
+    back = family.config_from_hf(keys)
+    lost = [
+        f"{f.name} {getattr(config, f.name)!r} (it would read back as {getattr(back, f.name)!r})"
+        for f in fields(config)
+        if getattr(config, f.name) != getattr(back, f.name)
+    ]
+    if lost:
+        raise ConfigError(f"a {family.name} config.json cannot say {', '.join(lost)}")
+    return keys

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import ConfigError
 from shardwise.families.base import (
+    KEY,
+    QUERY,
     Family,
     TensorName,
+    head_dim_from,
+    linear,
+    norm,
     optional,
     refuse_unsupported,
     require,
@@ -17,6 +21,11 @@ from shardwise.families.base import (
 )
 from shardwise.models.config import ModelConfig
 
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "rms_norm_eps",
+)  # fmt: skip
+"""Keys that a config of Llama's form has."""
 # Keys that other readers of this model type honour and that we would compute wrongly if we passed over them.
 _NEUTRAL = {
     "hidden_act": ("silu", "swish"),
@@ -40,15 +49,7 @@ def _tied(hf: Mapping[str, Any]) -> bool:
 
 def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     refuse_unsupported(hf, _NEUTRAL, "llama")
-    heads = require(hf, "num_attention_heads")
-    embed_dim = require(hf, "hidden_size")
-    head_dim = hf.get("head_dim")
-    if head_dim is None:
-        if heads < 1 or embed_dim % heads:
-            raise ConfigError(
-                f"config.json: hidden_size {embed_dim} is no multiple of num_attention_heads {heads}"
-            )
-        head_dim = embed_dim // heads
+    heads, embed_dim = require(hf, "num_attention_heads"), require(hf, "hidden_size")
     kv_heads = hf.get("num_key_value_heads")
     max_position = optional(hf, "max_position_embeddings", 2048)
     bias = optional(hf, "attention_bias", False)
@@ -58,7 +59,7 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_layers=require(hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim_from(hf),
         mlp_dim=require(hf, "intermediate_size"),
         max_position=max_position,
         norm_eps=optional(hf, "rms_norm_eps", 1e-6),
@@ -73,13 +74,6 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    if config.activation != "silu" or config.qkv_bias != config.attention_out_bias:
-        raise ConfigError(
-            f"a llama config.json cannot say activation {config.activation!r}, qkv_bias {config.qkv_bias} and"
-            f" attention_out_bias {config.attention_out_bias}: it has silu, and both biases or neither"
-        )
-    if config.head_bias:
-        raise ConfigError("a llama config.json cannot say head_bias True: its output head has no bias")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -102,38 +96,23 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _tensor_names(config: ModelConfig) -> tuple[TensorName, ...]:
-    block = "model.layers.{layer}."
-    query = ("heads", "q_per_kv", "head_dim")
-    key = ("kv_heads", "head_dim")
+    block, qkv, mlp = "model.layers.{layer}.", config.qkv_bias, config.mlp_bias
+    attn = block + "self_attn."
     names = [
         TensorName("embed/table", "model.embed_tokens.weight", (("vocab",), ("embed",))),
-        TensorName("final_norm/scale", "model.norm.weight", (("vector",),)),
-        TensorName("layers/attn_norm/scale", block + "input_layernorm.weight", (("vector",),)),
-        TensorName("layers/attn/q_proj/kernel", block + "self_attn.q_proj.weight", (query, ("embed",))),
-        TensorName("layers/attn/k_proj/kernel", block + "self_attn.k_proj.weight", (key, ("embed",))),
-        TensorName("layers/attn/v_proj/kernel", block + "self_attn.v_proj.weight", (key, ("embed",))),
-        TensorName("layers/attn/o_proj/kernel", block + "self_attn.o_proj.weight", (("embed",), query)),
-        TensorName("layers/mlp_norm/scale", block + "post_attention_layernorm.weight", (("vector",),)),
-        TensorName("layers/mlp/gate_proj/kernel", block + "mlp.gate_proj.weight", (("mlp",), ("embed",))),
-        TensorName("layers/mlp/up_proj/kernel", block + "mlp.up_proj.weight", (("mlp",), ("embed",))),
-        TensorName("layers/mlp/down_proj/kernel", block + "mlp.down_proj.weight", (("embed",), ("mlp",))),
+        *norm("final_norm", "model.norm"),
+        *norm("layers/attn_norm", block + "input_layernorm"),
+        *linear("layers/attn/q_proj", attn + "q_proj", QUERY, ("embed",), qkv),
+        *linear("layers/attn/k_proj", attn + "k_proj", KEY, ("embed",), qkv),
+        *linear("layers/attn/v_proj", attn + "v_proj", KEY, ("embed",), qkv),
+        *linear("layers/attn/o_proj", attn + "o_proj", ("embed",), QUERY, config.attention_out_bias),
+        *norm("layers/mlp_norm", block + "post_attention_layernorm"),
+        *linear("layers/mlp/gate_proj", block + "mlp.gate_proj", ("mlp",), ("embed",), mlp),
+        *linear("layers/mlp/up_proj", block + "mlp.up_proj", ("mlp",), ("embed",), mlp),
+        *linear("layers/mlp/down_proj", block + "mlp.down_proj", ("embed",), ("mlp",), mlp),
     ]
     if not config.tie_embeddings:
         names.append(TensorName("lm_head/kernel", "lm_head.weight", (("vocab",), ("embed",))))
-    if config.qkv_bias:
-        names += [
-            TensorName("layers/attn/q_proj/bias", block + "self_attn.q_proj.bias", (query,)),
-            TensorName("layers/attn/k_proj/bias", block + "self_attn.k_proj.bias", (key,)),
-            TensorName("layers/attn/v_proj/bias", block + "self_attn.v_proj.bias", (key,)),
-        ]
-    if config.attention_out_bias:
-        names.append(TensorName("layers/attn/o_proj/bias", block + "self_attn.o_proj.bias", (("vector",),)))
-    if config.mlp_bias:
-        names += [
-            TensorName("layers/mlp/gate_proj/bias", block + "mlp.gate_proj.bias", (("mlp",),)),
-            TensorName("layers/mlp/up_proj/bias", block + "mlp.up_proj.bias", (("mlp",),)),
-            TensorName("layers/mlp/down_proj/bias", block + "mlp.down_proj.bias", (("vector",),)),
-        ]
     return tuple(names)
 
 

@@ -88,7 +88,17 @@ class HeadShard:
         """[v, d]: this device's ids and features."""
         self.bias = values[1] if len(values) > 1 else None
         self.columns = Columns(head.vocab_axes, self.weight.shape[0])
-        self._head, self._on_cpu, self._vocab_size = head, place.on_cpu, place.plan.config.vocab_size
+        self._head, self._on_cpu = head, place.on_cpu
+        self._vocab_size, self._softcap = place.plan.config.vocab_size, place.plan.config.logit_softcap
+
+    def slope(self, logits: jax.Array) -> jax.Array | None:
+        """Derivative of each logit in what the soft cap was applied to; None where there is no cap.
+
+        Source: d/dz c·tanh(z/c) = 1 − tanh²(z/c).
+        """
+        if self._softcap is None:
+            return None
+        return jnp.where(jnp.isfinite(logits), 1 - jnp.square(logits / self._softcap), 0)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits of this device's ids, complete, those of padded ids −inf.
@@ -105,6 +115,8 @@ class HeadShard:
             out = jax.lax.psum(out, self._head.weight.contract_axes)
         if self.bias is not None:
             out = out + self.bias
+        if self._softcap is not None:
+            out = self._softcap * jnp.tanh(out / self._softcap)
         if self._head.weight.value.shape[0] > self._vocab_size:
             out = jnp.where(self.columns.ids < self._vocab_size, out, -jnp.inf)
         return out

@@ -1,27 +1,30 @@
-"""The one decoder transformer, in Flax NNX: parameters, names, logical axes and the forward pass.
+"""The one transformer, decoder or encoder, in Flax NNX: both ends, and the run through the layers.
 
-Shapes: B batch, T query length, S key length, D embed, K kv heads (slots after padding), G query heads per
-kv head, E head_dim, F mlp, V vocab, L layers. Not here: steps, losses, sampling (steps/), and what a family's
-files call these tensors (families/).
+Shapes: B batch, T query length, S key length, D embed, V vocab, L layers. Not here: a layer (blocks.py),
+steps, losses, sampling (steps/), and what a family's files call these tensors (families/).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from shardwise.models.attention import Kernel, Visibility, attention
-from shardwise.models.cache import KVCache, write_rows
-from shardwise.models.config import ModelConfig
+from shardwise.models.attention import Kernel, Visibility
+from shardwise.models.blocks import Around, Block, Turn
+from shardwise.models.cache import KVCache
+from shardwise.models.config import ModelConfig, RopeConfig
 from shardwise.models.head import Head, head_logits
-from shardwise.models.linear import PRODUCT, Declare, Linear, project
-from shardwise.models.positions import rotate, rotation
+from shardwise.models.linear import PRODUCT, Declare, Linear
+from shardwise.models.mlp import activated
+from shardwise.models.norms import Norm
+from shardwise.models.positions import rotation
 from shardwise.models.vocabulary import VocabMatrix, look_up
 from shardwise.partition.constraints import Placement
 from shardwise.partition.padding import Padding
@@ -30,109 +33,8 @@ from shardwise.partition.plan import Use
 Remat = Literal["none", "dots", "full"]
 """What the backward pass recomputes: nothing; all but matrix products; everything within a layer."""
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu": jax.nn.relu}
-
-
-@partial(jax.checkpoint, static_argnums=0)
-def _gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """act(gate) · up; the backward pass keeps only the two, not what lies between."""
-    return _ACTIVATIONS[activation](gate) * up
-
-
-@partial(jax.checkpoint, static_argnums=1)
-def _normed(x: jax.Array, eps: float) -> jax.Array:
-    """x over its root mean square, computed in float32 at least; the backward pass keeps x alone."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
-
-    def __init__(self, declare: Declare, eps: float):
-        self.path, self.eps = declare.prefix, eps
-        self.scale = declare.param("vector", init="ones", use=Use("scale"))
-
-    def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        return _normed(x, self.eps) * place.weight(self.path + "scale", self.scale[...])
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with grouped query heads and rotary positions."""
-
-    def __init__(self, declare: Declare, config: ModelConfig):
-        self.config, self.heads = config, declare.padding.heads
-        query, key = ("heads", "q_per_kv", "head_dim"), ("kv_heads", "head_dim")
-        bias = config.qkv_bias
-        self.q_proj = Linear(declare.below("q_proj"), ("embed",), query, bias, "residual", "query")
-        self.k_proj = Linear(declare.below("k_proj"), ("embed",), key, bias, "residual", "key")
-        self.v_proj = Linear(declare.below("v_proj"), ("embed",), key, bias, "residual", "value")
-        self.o_proj = Linear(
-            declare.below("o_proj"), query, ("embed",), config.attention_out_bias, "attention_out", "residual"
-        )
-
-    def __call__(
-        self,
-        place: Placement,
-        x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
-        visible: Visibility,
-        cached: tuple[jax.Array, jax.Array, jax.Array] | None,
-        kernel: Kernel,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Attend; `cached` (keys, values [B, S, K, E], starts [B]) takes the new keys and values first."""
-        repeat = jnp.asarray(self.heads.kv_of_slot) if self.heads.repeat > 1 else None
-        q, k, v = project(place, x, (self.q_proj, None), (self.k_proj, repeat), (self.v_proj, repeat))
-        q, k = rotate(q, turn), rotate(k, turn)
-        updated = None
-        if cached is not None:
-            keys, values, starts = cached
-            k = place.activation("kv_cache", write_rows(keys, k, starts))
-            v = place.activation("kv_cache", write_rows(values, v, starts))
-            updated = (k, v)
-        out = attention(place, q, k, v, visible, kernel)
-        if not self.heads.valid.all():  # a padded head would else move its (zero) rows of o_proj in training
-            out = out * jnp.asarray(self.heads.valid, out.dtype)[:, :, None]
-        return self.o_proj(place, place.activation("attention_out", out)), updated
-
-
-class GatedMLP(nnx.Module):
-    """Gated feed-forward layer (Shazeer 2020, arXiv:2002.05202): down(act(gate(x)) · up(x))."""
-
-    def __init__(self, declare: Declare, config: ModelConfig):
-        self.activation = config.activation
-        wide, narrow, bias = ("residual", "mlp_hidden"), ("mlp_hidden", "residual"), config.mlp_bias
-        self.gate_proj = Linear(declare.below("gate_proj"), ("embed",), ("mlp",), bias, *wide)
-        self.up_proj = Linear(declare.below("up_proj"), ("embed",), ("mlp",), bias, *wide)
-        self.down_proj = Linear(declare.below("down_proj"), ("mlp",), ("embed",), bias, *narrow)
-
-    def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        gate, up = project(place, x, (self.gate_proj, None), (self.up_proj, None))
-        return self.down_proj(place, _gated(self.activation, gate, up))
-
-
-class Block(nnx.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, declare: Declare, config: ModelConfig):
-        self.attn_norm = RMSNorm(declare.below("attn_norm"), config.norm_eps)
-        self.attn = Attention(declare.below("attn"), config)
-        self.mlp_norm = RMSNorm(declare.below("mlp_norm"), config.norm_eps)
-        self.mlp = GatedMLP(declare.below("mlp"), config)
-
-    def __call__(
-        self,
-        place: Placement,
-        x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
-        visible: Visibility,
-        cached: tuple[jax.Array, jax.Array, jax.Array] | None,
-        kernel: Kernel,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        attended, updated = self.attn(place, self.attn_norm(place, x), turn, visible, cached, kernel)
-        x = place.activation("residual", x + attended)
-        x = x + self.mlp(place, self.mlp_norm(place, x))
-        return place.activation("residual", x), updated
+NO_WINDOW = 1 << 30
+"""The window of a layer that sees all keys, where others do not."""
 
 
 class Transformer(nnx.Module):
@@ -145,16 +47,29 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, padding: Padding, stacked: bool):
         declare = Declare(padding)
         self.config, self.stacked = config, stacked
-        self.embed = nnx.Dict(table=declare.param("vocab", "embed", use=Use("embedding", "", "residual")))
+        words = config.word_axis
+        self.embed = nnx.Dict(_embeddings(declare.below("embed"), config))
+        self.project_in = self.project_out = None
+        if words != "embed":
+            self.project_in = Linear(
+                declare.below("project_in"), (words,), ("embed",), False, "words", "residual"
+            )
         if stacked:
             self.layers = Block(declare.below("layers", stacked=True), config)
         else:
             # every block asks the Plan under the stacked path: one decision holds for all layers
             self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(declare.below("final_norm"), config.norm_eps)
+        self.final_norm = Norm(declare.below("final_norm"), config) if config.final_norm else None
+        if words != "embed":
+            self.project_out = Linear(
+                declare.below("project_out"), ("embed",), (words,), False, "residual", "words"
+            )
+        self.head_transform = None
+        if config.head_transform:
+            self.head_transform = HeadTransform(declare.below("head_transform"), config)
         head = {}
         if not config.tie_embeddings:
-            head["kernel"] = declare.param("vocab", "embed", use=Use("head", "residual"))
+            head["kernel"] = declare.param("vocab", words, use=Use("head", "residual"))
         if config.head_bias:
             head["bias"] = declare.param("vocab", init="zeros", use=Use("bias"))
         self.lm_head = nnx.Dict(head) if head else None
@@ -179,23 +94,26 @@ class Transformer(nnx.Module):
         Returns:
             [B, T, D] in the compute dtype, after the final norm.
         """
-        x, turn = self._enter(place, tokens, positions)
-        visible = Visibility(positions, segments, positions, segments, ordered=True)
+        x = self._enter(place, tokens, positions)
+        visible = Visibility(
+            positions, segments, positions, segments, ordered=True, causal=self.config.causal
+        )
+        around = self._around(place, positions, visible, kernel)
 
-        def step(block: Block, x: jax.Array) -> jax.Array:
-            return block(place, x, turn, visible, None, kernel)[0]
+        def step(block: Block, x: jax.Array, kind: Kind) -> jax.Array:
+            return block(place, x, around(kind), None)[0]
 
         if self.stacked:
             graph, stack = nnx.split(self.layers)
 
-            def body(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-                return step(nnx.merge(graph, layer), x), None
+            def body(x: jax.Array, layer: tuple[nnx.State, Kind]) -> tuple[jax.Array, None]:
+                return step(nnx.merge(graph, layer[0]), x, layer[1]), None
 
-            x, _ = jax.lax.scan(_remat(body, remat), x, stack)
+            x, _ = jax.lax.scan(_remat(body, remat), x, (stack, _kinds(self.config)))
         else:
-            for block in self.layers:
-                x = step(block, x)
-        return self.final_norm(place, x)
+            for i, block in enumerate(self.layers):
+                x = step(block, x, jax.tree.map(lambda of_layers, i=i: of_layers[i], _kinds(self.config)))
+        return self._leave(place, x)
 
     def hidden_cached(
         self, place: Placement, tokens: jax.Array, counts: jax.Array, cache: KVCache, kernel: Kernel = "auto"
@@ -209,20 +127,23 @@ class Transformer(nnx.Module):
             cache: has room for T more tokens in every row (the caller checks on the host).
         """
         assert not self.stacked, "decoding needs per-layer weights"
+        assert self.config.causal, "an encoder has no next token"
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = cache.lengths[:, None] + offset
-        x, turn = self._enter(place, tokens, positions)
+        x = self._enter(place, tokens, positions)
         slots = jnp.broadcast_to(
             jnp.arange(cache.capacity, dtype=jnp.int32), (tokens.shape[0], cache.capacity)
         )
         visible = Visibility(positions, jnp.ones_like(positions), slots, jnp.ones_like(slots))
+        around = self._around(place, positions, visible, kernel)
         keys, values = [], []
-        for block, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, (k, v) = block(place, x, turn, visible, (k, v, cache.lengths), kernel)
+        for i, (block, k, v) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
+            kind = jax.tree.map(lambda of_layers, i=i: of_layers[i], _kinds(self.config))
+            x, (k, v) = block(place, x, around(kind), (k, v, cache.lengths))
             keys.append(k)
             values.append(v)
         grown = replace(cache, keys=tuple(keys), values=tuple(values), lengths=cache.lengths + counts)
-        return self.final_norm(place, x), grown
+        return self._leave(place, x), grown
 
     def head(self, place: Placement) -> Head:
         """The output head: the embedding table where it is tied."""
@@ -237,12 +158,92 @@ class Transformer(nnx.Module):
         """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the head's `vocab_axes`."""
         return head_logits(place, self.head(place), hidden)
 
-    def _enter(
-        self, place: Placement, tokens: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        table = VocabMatrix.of(place, "embed/table", self.embed["table"][...])
-        x = place.activation("residual", look_up(place, table, tokens))
-        return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
+    def _enter(self, place: Placement, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """The residual stream before the first layer [B, T, D]."""
+        config, embed = self.config, self.embed
+        table = VocabMatrix.of(place, "embed/table", embed["table"][...])
+        x = look_up(place, table, tokens, place.plan["embed/table"].true_shape[1])
+        if config.embed_scale != 1:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        if self.project_in is not None:
+            x = self.project_in(place, place.activation("words", x))
+        if config.positions == "learned":
+            table = VocabMatrix.of(place, "embed/positions", embed["positions"][...])
+            x = x + look_up(place, table, positions + config.position_offset, config.embed_dim)
+        if config.token_types:
+            x = x + place.weight("embed/token_types", embed["token_types"][...])[0]
+        x = place.activation("residual", x)
+        return x if not config.embed_norm else place.activation("residual", embed["norm"](place, x))
+
+    def _leave(self, place: Placement, x: jax.Array) -> jax.Array:
+        """What the head takes, from the residual stream after the last layer."""
+        x = x if self.final_norm is None else self.final_norm(place, x)
+        if self.project_out is not None:
+            x = self.project_out(place, x)
+        return x if self.head_transform is None else self.head_transform(place, x)
+
+    def _around(
+        self, place: Placement, positions: jax.Array, visible: Visibility, kernel: Kernel
+    ) -> Callable[[Kind], Around]:
+        """For each kind of layer what it needs beside its input; what layers share is made once."""
+        config = self.config
+
+        def turn_by(rope: RopeConfig) -> Turn:
+            return rotation(rope, config.head_dim, positions, place.compute_dtype)
+
+        turn = turn_by(config.rope) if config.positions == "rotary" else None
+        local = None if config.local_rope is None else turn_by(config.local_rope)
+
+        def around(kind: Kind) -> Around:
+            seen, turned = visible, turn
+            if kind.window is not None:
+                seen = replace(visible, window=kind.window)
+                if local is not None:
+                    turned = jax.tree.map(partial(jnp.where, kind.window < NO_WINDOW), local, turn)
+            return Around(seen, turned, kernel)
+
+        return around
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kind:
+    """In what layers may differ: numbers, or for all layers arrays [L]."""
+
+    window: jax.Array | np.ndarray | None = None
+    """int32: the layer's window; None where no layer has one."""
+
+
+def _kinds(config: ModelConfig) -> Kind:
+    """That of all layers."""
+    if not any(config.windows):
+        return Kind()
+    return Kind(np.array([window or NO_WINDOW for window in config.windows], np.int32))
+
+
+class HeadTransform(nnx.Module):
+    """norm(gelu(dense(x))): what BERT's masked-LM head does before its matrix (Devlin et al. 2019)."""
+
+    def __init__(self, declare: Declare, config: ModelConfig):
+        self.activation = config.activation
+        self.dense = Linear(declare.below("dense"), ("embed",), ("embed",), True, "residual", "residual")
+        self.norm = Norm(declare.below("norm"), config)
+
+    def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
+        return self.norm(place, activated(self.activation, self.dense(place, x)))
+
+
+def _embeddings(declare: Declare, config: ModelConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "table": declare.param("vocab", config.word_axis, use=Use("embedding", "", "residual"))
+    }
+    if config.positions == "learned":
+        found["positions"] = declare.param("positions", "embed", use=Use("positions", "", "residual"))
+    if config.token_types:
+        found["token_types"] = declare.param("token_types", "vector", use=Use("bias", gives="residual"))
+    if config.embed_norm:
+        found["norm"] = Norm(declare.below("norm"), config)
+    return found
 
 
 def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -75,12 +75,13 @@ class VocabMatrix:
         return jax.lax.psum(gradient, batch)
 
 
-def look_up(place: Placement, table: VocabMatrix, tokens: jax.Array) -> jax.Array:
-    """Rows of the embedding table.
+def look_up(place: Placement, table: VocabMatrix, tokens: jax.Array, width: int) -> jax.Array:
+    """Rows of an embedding table, be it of tokens or of positions.
 
     Args:
         table: [V, D], possibly padded.
-        tokens: int32 [B, T]; every id must be below the true vocabulary size.
+        tokens: int32 [B, T]; every id must be below the true number of rows.
+        width: true D.
 
     Returns:
         [B, T, D], whole in D and without its padding. With V cut, every device looks up the ids that it
@@ -88,7 +89,7 @@ def look_up(place: Placement, table: VocabMatrix, tokens: jax.Array) -> jax.Arra
         part of each row.
     """
     if place.mesh.size == 1:
-        return table.value.at[tokens].get(mode="clip")
+        return table.value.at[tokens].get(mode="clip")[..., :width]
     batch, vocab = place.spread("batch"), table.vocab_axes
 
     def local(rows: jax.Array, ids: jax.Array) -> jax.Array:
@@ -107,4 +108,4 @@ def look_up(place: Placement, table: VocabMatrix, tokens: jax.Array) -> jax.Arra
         out_specs=partition_spec((batch, (), table.contract_axes)),
     )(table.value, tokens)
     # Gathered by a constraint, not inside: the gradient of that only takes a slice, and moves nothing.
-    return place.constrain(found, (batch, (), ()))[..., : place.plan.config.embed_dim]
+    return place.constrain(found, (batch, (), ()))[..., :width]

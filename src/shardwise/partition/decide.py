@@ -19,6 +19,8 @@ from shardwise.partition.presets import PRESETS
 from shardwise.partition.refusals import Refusals
 from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, activation_text
 
+_NEVER_PADDED = ("layers", "embed", "word_embed", "vector", "positions", "token_types", "experts")
+"""Logical axes that `fsdp` does not pad."""
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
 
@@ -85,7 +87,7 @@ class _Decider:
         # Rules are for more than one model: what they say of a head that this one does not have may stand.
         paths = list(dict.fromkeys((*paths, "lm_head/kernel", "lm_head/bias")))
         self._refuse_without_effect(self.rules.overrides, paths, f"rules {self.asked.name!r}: ")
-        activations = tuple(self._activation(name) for name in ACTIVATIONS)
+        activations = tuple(self._activation(name) for name in ACTIVATIONS if self._has(name))
         notes = self._idle_axes(decisions, activations)
         return Plan(
             self.config, self.mesh, self.asked, self.padding, tuple(decisions), activations,
@@ -177,12 +179,13 @@ class _Decider:
 
     def _decide_head(self, param: ParamSpec, layout: HeadLayout) -> Decision:
         """By its layout over `tp`; by the rules over other axes, which must not change what the layout is."""
+        words = self.config.word_axis
         wanted = {
             axis: tuple(a for a in self.rules.mesh_axes(axis) if a not in HEAD_AXES)
-            for axis in ("vocab", "embed")
+            for axis in ("vocab", words)
         }
-        sizes = {"vocab": self.config.vocab_size, "embed": self.config.embed_dim}
-        cut_dim = {"vocab": "vocab", "hidden": "embed"}.get(layout)
+        sizes = {axis: self.padding.true[axis] for axis in ("vocab", words)}
+        cut_dim = {"vocab": "vocab", "hidden": words}.get(layout)
         if cut_dim:
             wanted[cut_dim] = (*HEAD_AXES, *wanted[cut_dim])
         cuts = {axis: _but_fsdp(wanted[axis]) for axis in ("vocab", cut_dim) if axis}
@@ -268,7 +271,7 @@ class _Decider:
             put(asked)
             return []
         others = [dim for dim in range(len(axes)) if dim != asked and axes[dim] != "layers"]
-        paddable = [dim for dim in range(len(axes)) if axes[dim] not in ("layers", "embed", "vector")]
+        paddable = [dim for dim in range(len(axes)) if axes[dim] not in _NEVER_PADDED]
         free_first = sorted(others, key=lambda dim: (bool(spec[dim]), -shape[dim]))
         reason = f"fsdp {mesh.fsdp} does not divide {axes[asked]} {shape[asked]}"
         for dim in filter(divides, free_first):
@@ -352,16 +355,20 @@ class _Decider:
             times = f"held once, repeated {heads.repeat}× at use"
             notes.append(f"{what}: {times if heads.repeat > 1 else f'padded to {heads.slots}'}")
         for axis, size, true in zip(axes, use_shape, self.padding.true_shape(axes), strict=True):
-            if axis in ("mlp", "vocab", "embed") and size != true:
+            if axis in ("mlp", "vocab", "embed", "word_embed") and size != true:
                 notes.append(f"{by(axis)} does not divide {axis} {true}: padded to {size}")
         return notes
+
+    def _has(self, name: str) -> bool:
+        """Whether the model has a named activation."""
+        return name != "words" or self.config.word_axis != "embed"
 
     def _activation(self, name: str) -> ActivationDecision:
         axes, given = ACTIVATIONS[name], name in dict(self.asked.activations)
         by = f"activation rule {name!r}" if given else "rules of its logical axes"
         asked, spec, notes = self.asked.activation(name), [], []
         for axis, mesh_axes in zip(axes, asked, strict=True):
-            size = self.config.embed_dim if axis == "embed" else self.padding.physical.get(axis)
+            size = self.padding.physical.get(axis)
             if axis in self.uncut and mesh_axes:
                 mesh_axes = ()
                 notes.append(self.uncut[axis])

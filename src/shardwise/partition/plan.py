@@ -29,8 +29,8 @@ DATA_AXES = ("dp", "fsdp")
 class Use:
     """What the model does with a parameter, as far as its cut has consequences."""
 
-    kind: Literal["kernel", "bias", "scale", "embedding", "head"]
-    """`embedding`: looked up (and the head too where it is tied)."""
+    kind: Literal["kernel", "bias", "scale", "embedding", "positions", "head"]
+    """`embedding`: looked up by tokens (and the head too where it is tied); `positions`: by positions."""
     takes: str = ""
     """Name of the activation that a kernel is multiplied with."""
     gives: str = ""

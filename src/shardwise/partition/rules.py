@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "attention_out": ("batch", "length", "heads", "q_per_kv", "head_dim"),
     "mlp_hidden": ("batch", "length", "mlp"),
     "kv_cache": ("batch", "length", "heads", "head_dim"),
+    "words": ("batch", "length", "word_embed"),
 }
 """Named activations and the logical axis of each dim. Logits are not here: their cut is the head layout."""
 
@@ -42,7 +43,11 @@ DEFAULT_PARAMS: dict[str, tuple[str, ...]] = {
     "layers": (),
     "vocab": ("tp",),
     "embed": ("fsdp",),
+    "word_embed": ("fsdp",),
     "vector": (),
+    "positions": (),
+    "token_types": (),
+    "experts": (),
     "heads": ("tp",),
     "q_per_kv": (),
     "kv_heads": ("tp",),
@@ -56,7 +61,11 @@ DEFAULT_POLICY: dict[str, Policy] = {
     "mlp": "pad",
     "vocab": "pad",
     "embed": "error",
+    "word_embed": "error",
     "vector": "error",
+    "positions": "error",
+    "token_types": "error",
+    "experts": "error",
     "q_per_kv": "error",
     "head_dim": "error",
     "fsdp": "pad",
@@ -181,7 +190,7 @@ class Rules:
         if name in table:
             return table[name]
         batch = table["tokens"][0] if "tokens" in table else _BATCH
-        fixed = {"batch": batch, "length": (), "embed": ()}
+        fixed = {"batch": batch, "length": (), "embed": (), "word_embed": ()}
         return tuple(
             fixed[axis] if axis in fixed else tuple(a for a in self.axes_of.get(axis, ()) if a not in _BATCH)
             for axis in ACTIVATIONS[name]

@@ -72,7 +72,6 @@ class Ledger:
         """Whole shape of a named activation in one micro-batch."""
         rows = self.rows * self.plan.batch_multiple()
         sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length}
-        sizes["embed"] = self.plan.config.embed_dim
         return tuple(sizes[axis] for axis in ACTIVATIONS[name])
 
     def local(self, shape: Sequence[int], spec: Spec) -> int:
@@ -271,8 +270,7 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
     forward("forward")
     if not ledger.trains:
         return
-    last = [k.path for k in plan.decisions if k.use.kind == "kernel" and k.use.gives == "residual"][-1]
-    if workload.remat == "full" and path != last:  # of the layer's last product only the operand is needed
+    if workload.remat == "full" and d.stacked and path not in _not_made_again(plan):
         forward("backward", " (computed again: remat full)")
     gather("backward")
     operand("backward", f"{use.takes} laid out for the kernel again")
@@ -286,6 +284,17 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
         )  # fmt: skip
     ledger.flops.append(Flops(path, "backward", 2 * amount))
     _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
+
+
+def _not_made_again(plan: Plan) -> tuple[str, ...]:
+    """Kernels of a layer of whose product the backward pass needs the operand only: what closes the layer,
+    unless a norm follows."""
+    if plan.config.norm_order != "pre":
+        return ()
+    ends = [
+        k.path for k in plan.decisions if k.stacked and k.use.kind == "kernel" and k.use.gives == "residual"
+    ]
+    return tuple(ends if plan.config.parallel != "no" else ends[-1:])
 
 
 def _weight_gradient(
@@ -319,7 +328,8 @@ def _vector(ledger: Ledger, d: Decision) -> None:
     count, in_loop = layer_runs(ledger, d)
     gives = ledger.plan.activation(d.use.gives or "residual")
     elements = ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :])
-    for axes in gives[:2]:
+    own = 1 if d.path == "embed/token_types" else len(d.axes) - d.stacked
+    for axes in gives[: len(gives) - own]:
         ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
                    "gradient summed over the batch", in_loop)  # fmt: skip
 

@@ -46,7 +46,9 @@ def predict_ends(ledger: Ledger) -> None:
     """Record both ends of the vocabulary."""
     plan = ledger.plan
     micro = ledger.workload.grad_accum_steps if ledger.trains else 1
-    _look_up(ledger, _Matrix.of(ledger, plan["embed/table"]), micro)
+    for d in plan.decisions:
+        if d.use.kind in ("embedding", "positions"):
+            _look_up(ledger, d, _Matrix.of(ledger, d), micro)
     head = _Matrix.of(ledger, plan[plan.head_path])
     _gather(ledger, head, plan[plan.head_path], micro, "head")
     task = ledger.workload.task
@@ -71,8 +73,8 @@ def _gather(ledger: Ledger, m: _Matrix, d: Decision, micro: int, use: str) -> No
                    "weights gathered just before use", micro > 1)  # fmt: skip
 
 
-def _look_up(ledger: Ledger, m: _Matrix, micro: int) -> None:
-    d, c = ledger.plan["embed/table"], ledger.compute
+def _look_up(ledger: Ledger, d: Decision, m: _Matrix, micro: int) -> None:
+    c = ledger.compute
     _gather(ledger, m, d, micro, "look-up")
     loop = micro > 1
     tokens = ledger.rows * ledger.workload.length

@@ -112,6 +112,8 @@ def _total(
             slope = weights * (1 + 2 * z_loss * lse)
             one_hot = (targets[..., None] == columns.ids).astype(wide)
             dlogits = normed * slope[..., None] - one_hot * weights[..., None]
+            capped = shard.slope(logits)
+            dlogits = dlogits if capped is None else dlogits * capped
             dx, dw = _products(place, dlogits.astype(x.dtype), shard.weight, x)
             new = (dw,) if shard.bias is None else (dw, jnp.sum(dlogits, axis=(0, 1)))
             return (loss, jax.tree.map(jnp.add, carry[1], new)), dx

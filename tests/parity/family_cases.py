@@ -1,0 +1,88 @@
+"""What a tiny model of a family is, its random weights, and its token batches; NumPy and safetensors only.
+
+Names and shapes of tensors come from shardwise's own families; that they are the right ones is shown by
+transformers, which loads the same files and reports whatever is missing, left over or misshapen.
+Not here: the cases themselves (families/).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shardwise.checkpoints.load import tensor_files
+from shardwise.families import config_from_hf, get_family
+from shardwise.models.config import ModelConfig
+from shardwise.models.parameters import declared_params
+
+from .cases import GOLDENS, Batch, draw_batches
+
+FAMILY_GOLDENS = GOLDENS / "families"
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One tiny model."""
+
+    name: str
+    config: Mapping[str, Any] = field(repr=False)
+    """The content of config.json."""
+    seed: int
+    """Seed of the weights; the token batches use it too."""
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding table."""
+        return int(self.config["vocab_size"])
+
+
+def model_config(case: FamilyCase) -> ModelConfig:
+    """Ours."""
+    return config_from_hf(case.config)
+
+
+def weights(case: FamilyCase) -> dict[str, np.ndarray]:
+    """Float32 tensors by Hugging Face name: matrices N(0, 0.15), norm scales N(1, 0.3) (or N(0, 0.3) where
+    one is added to them), biases N(0, 0.5). Each tensor's stream comes from the seed and its name."""
+    config = model_config(case)
+    kinds = {param.path: param.use.kind for param in declared_params(config)}
+    sizes, tensors = config.sizes(), {}
+    for tensor in get_family(config.family).tensor_names(config):
+        layers = range(config.num_layers) if "{layer}" in tensor.hf_name else (0,)
+        for name in (file for layer in layers for file in tensor_files(config, tensor, layer)):
+            mean, deviation = {"scale": (1.0, 0.3), "bias": (0.0, 0.5)}.get(kinds[tensor.path], (0.0, 0.15))
+            mean = 0.0 if config.norm_plus_one else mean
+            random = np.random.RandomState((case.seed + zlib.crc32(name.encode())) % 2**32)
+            tensors[name] = random.normal(mean, deviation, tensor.hf_shape(sizes)).astype(np.float32)
+    return tensors
+
+
+def weight_sum(case: FamilyCase) -> float:
+    """Σ|w| in float64; shows that a golden is of these weights."""
+    return float(sum(np.abs(w, dtype=np.float64).sum() for w in weights(case).values()))
+
+
+def write_checkpoint(case: FamilyCase, folder: Path) -> Path:
+    """Write `config.json` and `model.safetensors` (float32) into `folder` and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(case.config), indent=2) + "\n")
+    save_file(weights(case), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def inputs(case: FamilyCase) -> tuple[Batch, ...]:
+    """2 × 20 plain, left padded and right padded, and one row of 200 positions."""
+    return draw_batches(case.seed + 1, case.vocab)
+
+
+def golden_logits(case: FamilyCase) -> dict[str, np.ndarray]:
+    """The stored reference: batch name → float32 [kept positions, V]; also `weight_sum`."""
+    with np.load(FAMILY_GOLDENS / f"{case.name}.npz") as stored:
+        return {name: stored[name] for name in stored.files}
