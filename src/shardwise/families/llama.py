@@ -12,9 +12,8 @@ from shardwise.families.base import (
     optional,
     refuse_unsupported,
     require,
-    rope_from_hf,
-    rope_to_hf,
 )
+from shardwise.families.rope import max_position_from_hf, max_position_to_hf, rope_from_hf, rope_to_hf
 from shardwise.models.config import ModelConfig
 
 # Keys that other readers of this model type honour and that we would compute wrongly if we passed over them.
@@ -49,8 +48,11 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
                 f"config.json: hidden_size {embed_dim} is no multiple of num_attention_heads {heads}"
             )
         head_dim = embed_dim // heads
+    else:
+        head_dim = require(hf, "head_dim")
     kv_heads = hf.get("num_key_value_heads")
-    max_position = optional(hf, "max_position_embeddings", 2048)
+    stated = optional(hf, "max_position_embeddings", 2048)
+    rope = rope_from_hf(hf, stated, head_dim)
     bias = optional(hf, "attention_bias", False)
     return ModelConfig(
         vocab_size=require(hf, "vocab_size"),
@@ -60,9 +62,9 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
         mlp_dim=require(hf, "intermediate_size"),
-        max_position=max_position,
+        max_position=max_position_from_hf(rope, stated),
         norm_eps=optional(hf, "rms_norm_eps", 1e-6),
-        rope=rope_from_hf(hf, max_position),
+        rope=rope,
         tie_embeddings=_tied(hf),
         qkv_bias=bias,
         attention_out_bias=bias,
@@ -80,6 +82,7 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         )
     if config.head_bias:
         raise ConfigError("a llama config.json cannot say head_bias True: its output head has no bias")
+    stated = max_position_to_hf(config.rope, config.max_position)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,14 +93,14 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": stated,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "initializer_range": config.initializer_range,
-        **rope_to_hf(config.rope),
+        **rope_to_hf(config.rope, stated, config.head_dim),
     }
 
 

@@ -21,7 +21,7 @@ from shardwise.models.cache import KVCache, write_rows
 from shardwise.models.config import ModelConfig
 from shardwise.models.head import Head, head_logits
 from shardwise.models.linear import PRODUCT, Declare, Linear, project
-from shardwise.models.positions import rotate, rotation
+from shardwise.models.positions import document_lengths, rotate, rotation
 from shardwise.models.vocabulary import VocabMatrix, look_up
 from shardwise.partition.constraints import Placement
 from shardwise.partition.padding import Padding
@@ -179,7 +179,8 @@ class Transformer(nnx.Module):
         Returns:
             [B, T, D] in the compute dtype, after the final norm.
         """
-        x, turn = self._enter(place, tokens, positions)
+        lengths = document_lengths(positions, segments) if self.config.rope.depends_on_length else None
+        x, turn = self._enter(place, tokens, positions, lengths)
         visible = Visibility(positions, segments, positions, segments, ordered=True)
 
         def step(block: Block, x: jax.Array) -> jax.Array:
@@ -238,11 +239,12 @@ class Transformer(nnx.Module):
         return head_logits(place, self.head(place), hidden)
 
     def _enter(
-        self, place: Placement, tokens: jax.Array, positions: jax.Array
+        self, place: Placement, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         table = VocabMatrix.of(place, "embed/table", self.embed["table"][...])
         x = place.activation("residual", look_up(place, table, tokens))
-        return x, rotation(self.config.rope, self.config.head_dim, positions, place.compute_dtype)
+        rope, head_dim = self.config.rope, self.config.head_dim
+        return x, rotation(rope, head_dim, positions, place.compute_dtype, lengths)
 
 
 def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
