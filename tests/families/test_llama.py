@@ -11,14 +11,6 @@ from shardwise.errors import ConfigError
 from shardwise.families import config_from_hf, config_to_hf
 from shardwise.models.config import ModelConfig, RopeConfig
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
 
 def hf(**changes: Any) -> dict[str, Any]:
     """A config.json; a value of `...` removes the key."""
@@ -67,34 +59,22 @@ def test_tying_said_inside_text_config_alone_counts_and_the_outer_word_goes_firs
     ).tie_embeddings
 
 
-@pytest.mark.parametrize(
-    ("keys", "rope"),
-    [
-        ({"rope_theta": 500000}, RopeConfig(theta=500000.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig("linear", factor=2.0)),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.5}}, RopeConfig("linear", factor=2.5)),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)),
-        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, RopeConfig(theta=3.0)),
-        ({"rope_theta": 3.0, "rope_parameters": {"rope_type": "default"}}, RopeConfig(theta=3.0)),
-    ],
-)
-def test_every_spelling_of_rotary_settings_is_read(keys: dict[str, Any], rope: RopeConfig) -> None:
-    assert config_from_hf(hf(**keys)).rope == rope
+def test_rotary_settings_are_read_and_written() -> None:
+    """What they may say is tested in test_rope.py."""
+    scaling = {"rope_type": "linear", "factor": 2.5}
+    found = config_from_hf(hf(rope_theta=5e5, rope_scaling=scaling))
+    assert found.rope == RopeConfig("linear", 5e5, 2.5)
+    out = config_to_hf(found)
+    assert (out["rope_theta"], out["rope_scaling"]) == (5e5, scaling)
+    assert config_from_hf(out) == found
 
 
-@pytest.mark.parametrize(
-    "rope", [RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64), RopeConfig("linear", 1e4, 2.0)]
-)
-def test_exported_rotary_settings_are_in_both_spellings_and_agree(rope: RopeConfig) -> None:
-    out = config_to_hf(replace(config_from_hf(hf()), rope=rope))
-    assert out["rope_theta"] == rope.theta
-    assert out["rope_scaling"]["rope_type"] == rope.kind
-    assert out["rope_scaling"]["factor"] == rope.factor
-    if rope.kind == "llama3":
-        assert out["rope_scaling"] == {**LLAMA3, "original_max_position_embeddings": 64}
-    assert out["rope_parameters"] == {"rope_theta": rope.theta, **out["rope_scaling"]}
-    assert config_from_hf(out).rope == rope
+def test_a_dynamic_rope_stretches_the_context_beyond_max_position_embeddings_and_back() -> None:
+    found = config_from_hf(hf(rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
+    assert (found.rope.original_max_position, found.max_position) == (256, 1024)
+    out = config_to_hf(found)
+    assert out["max_position_embeddings"] == 256
+    assert config_from_hf(out) == found
 
 
 @pytest.mark.parametrize(
@@ -106,29 +86,16 @@ def test_exported_rotary_settings_are_in_both_spellings_and_agree(rope: RopeConf
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope type 'yarn' is not supported; supported",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rotary keys ['beta']"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "has no 'factor'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rotary factor is 0.0"),
-        (
-            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-            "low_freq_factor 1.0 must be above 0 and below",
-        ),
-        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
-        ({"rope_theta": "big"}, "rope_theta is 'big'; expected float"),
-        (
-            {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 3.0}},
-            "2.0 and rope_parameters.rope_theta 3.0",
-        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"vocab_size": ...}, "no 'vocab_size'"),
         ({"hidden_size": 48.0}, "hidden_size is 48.0; expected int"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected float"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a finite number"),
         ({"rms_norm_eps": -1e-5}, "norm_eps is -1e-05; it must be a number of at least 0"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf; expected a finite number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected bool"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; expected bool"),
         ({"num_attention_heads": 7}, "hidden_size 48 is no multiple of num_attention_heads 7"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.models.config import Activation, ModelConfig, RopeConfig
+from shardwise.models.config import Activation, ModelConfig
 
 Dim = tuple[str, ...]
 """Logical axes over which one dim of a file's tensor runs, slowest first."""
@@ -175,59 +175,3 @@ def norm(path: str, hf_name: str, bias: bool = False, axis: str = "vector") -> l
     """Names of a norm's scale and, where it has one, bias."""
     names = [TensorName(f"{path}/scale", f"{hf_name}.weight", ((axis,),))]
     return names + ([TensorName(f"{path}/bias", f"{hf_name}.bias", ((axis,),))] if bias else [])
-
-
-def rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Rotary settings: `rope_theta` + `rope_scaling`, or `rope_parameters` as transformers 5 spells them."""
-    parameters = hf.get("rope_parameters") or {}
-    scaling = {**(hf.get("rope_scaling") or {}), **parameters}
-    outer = optional(hf, "rope_theta", 10000.0)
-    theta = optional(scaling, "rope_theta", outer)
-    if parameters and hf.get("rope_theta") is not None and outer != theta:
-        raise ConfigError(
-            f"config.json: rope_theta {outer} and rope_parameters.rope_theta {theta} disagree; keep one"
-        )
-    kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-    known = {"rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"}
-    unknown = set(scaling) - known - {"original_max_position_embeddings"}
-    if unknown:
-        raise ConfigError(
-            f"config.json: rotary keys {sorted(unknown)} are not supported for rope type {kind!r}"
-        )
-    if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(
-            f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3"
-        )
-    if theta <= 0:
-        raise ConfigError(f"config.json: rope_theta is {theta}; it must be above 0")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = require(scaling, "factor", float)
-    if factor <= 0:
-        raise ConfigError(f"config.json: the rotary factor is {factor}; it must be above 0")
-    if kind == "linear":
-        return RopeConfig(kind="linear", theta=theta, factor=factor)
-    low, high = require(scaling, "low_freq_factor", float), require(scaling, "high_freq_factor", float)
-    if not 0 < low < high:
-        raise ConfigError(
-            f"config.json: low_freq_factor {low} must be above 0 and below high_freq_factor {high}"
-        )
-    original = optional(scaling, "original_max_position_embeddings", max_position)
-    return RopeConfig("llama3", theta, factor, low, high, original)
-
-
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """Both spellings, agreeing, so that old and new transformers (and vLLM, llama.cpp) read the same."""
-    scaling: dict[str, Any] | None = None
-    if rope.kind == "linear":
-        scaling = {"rope_type": "linear", "factor": rope.factor}
-    elif rope.kind == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
-    parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}

@@ -16,9 +16,8 @@ from shardwise.families.base import (
     optional,
     refuse_unsupported,
     require,
-    rope_from_hf,
-    rope_to_hf,
 )
+from shardwise.families.rope import max_position_from_hf, max_position_to_hf, rope_from_hf, rope_to_hf
 from shardwise.models.config import ModelConfig
 
 NEEDED = (
@@ -50,8 +49,10 @@ def _tied(hf: Mapping[str, Any]) -> bool:
 def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     refuse_unsupported(hf, _NEUTRAL, "llama")
     heads, embed_dim = require(hf, "num_attention_heads"), require(hf, "hidden_size")
+    head_dim = head_dim_from(hf)
     kv_heads = hf.get("num_key_value_heads")
-    max_position = optional(hf, "max_position_embeddings", 2048)
+    stated = optional(hf, "max_position_embeddings", 2048)
+    rope = rope_from_hf(hf, stated, head_dim)
     bias = optional(hf, "attention_bias", False)
     return ModelConfig(
         vocab_size=require(hf, "vocab_size"),
@@ -59,11 +60,11 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_layers=require(hf, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim_from(hf),
+        head_dim=head_dim,
         mlp_dim=require(hf, "intermediate_size"),
-        max_position=max_position,
+        max_position=max_position_from_hf(rope, stated),
         norm_eps=optional(hf, "rms_norm_eps", 1e-6),
-        rope=rope_from_hf(hf, max_position),
+        rope=rope,
         tie_embeddings=_tied(hf),
         qkv_bias=bias,
         attention_out_bias=bias,
@@ -74,6 +75,7 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    stated = max_position_to_hf(config.rope, config.max_position)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,14 +86,14 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": stated,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "initializer_range": config.initializer_range,
-        **rope_to_hf(config.rope),
+        **rope_to_hf(config.rope, stated, config.head_dim),
     }
 
 

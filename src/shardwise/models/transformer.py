@@ -24,7 +24,7 @@ from shardwise.models.head import Head, head_logits
 from shardwise.models.linear import PRODUCT, Declare, Linear
 from shardwise.models.mlp import activated
 from shardwise.models.norms import Norm
-from shardwise.models.positions import rotation
+from shardwise.models.positions import document_lengths, rotation
 from shardwise.models.vocabulary import VocabMatrix, look_up
 from shardwise.partition.constraints import Placement
 from shardwise.partition.padding import Padding
@@ -98,7 +98,8 @@ class Transformer(nnx.Module):
         visible = Visibility(
             positions, segments, positions, segments, ordered=True, causal=self.config.causal
         )
-        around = self._around(place, positions, visible, kernel)
+        lengths = document_lengths(positions, segments) if self.config.rope.depends_on_length else None
+        around = self._around(place, positions, visible, kernel, lengths)
 
         def step(block: Block, x: jax.Array, kind: Kind) -> jax.Array:
             return block(place, x, around(kind), None)[0]
@@ -183,13 +184,18 @@ class Transformer(nnx.Module):
         return x if self.head_transform is None else self.head_transform(place, x)
 
     def _around(
-        self, place: Placement, positions: jax.Array, visible: Visibility, kernel: Kernel
+        self,
+        place: Placement,
+        positions: jax.Array,
+        visible: Visibility,
+        kernel: Kernel,
+        lengths: jax.Array | None = None,
     ) -> Callable[[Kind], Around]:
         """For each kind of layer what it needs beside its input; what layers share is made once."""
         config = self.config
 
         def turn_by(rope: RopeConfig) -> Turn:
-            return rotation(rope, config.head_dim, positions, place.compute_dtype)
+            return rotation(rope, config.head_dim, positions, place.compute_dtype, lengths)
 
         turn = turn_by(config.rope) if config.positions == "rotary" else None
         local = None if config.local_rope is None else turn_by(config.local_rope)
