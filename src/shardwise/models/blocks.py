@@ -17,6 +17,7 @@ from shardwise.models.cache import write_rows
 from shardwise.models.config import ModelConfig
 from shardwise.models.linear import Declare, Linear, project
 from shardwise.models.mlp import GatedMLP, PlainMLP
+from shardwise.models.moe import MoE
 from shardwise.models.norms import Norm
 from shardwise.models.positions import rotate
 from shardwise.partition.constraints import Placement
@@ -98,7 +99,8 @@ class Block(nnx.Module):
         self.attn = Attention(declare.below("attn"), config)
         self.attn_post_norm = norm("attn_post_norm", sandwich)
         self.mlp_norm = norm("mlp_norm", self.parallel != "one_norm")
-        self.mlp = (GatedMLP if config.gated_mlp else PlainMLP)(declare.below("mlp"), config)
+        feed_forward = MoE if config.num_experts else GatedMLP if config.gated_mlp else PlainMLP
+        self.mlp = feed_forward(declare.below("mlp"), config)
         self.mlp_post_norm = norm("mlp_post_norm", sandwich)
 
     def __call__(

@@ -361,7 +361,8 @@ class _Decider:
 
     def _has(self, name: str) -> bool:
         """Whether the model has a named activation."""
-        return name != "words" or self.config.word_axis != "embed"
+        only_in = {"words": self.config.word_axis != "embed", "router_logits": self.config.num_experts > 0}
+        return only_in.get(name, True)
 
     def _activation(self, name: str) -> ActivationDecision:
         axes, given = ACTIVATIONS[name], name in dict(self.asked.activations)

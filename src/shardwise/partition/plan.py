@@ -29,8 +29,9 @@ DATA_AXES = ("dp", "fsdp")
 class Use:
     """What the model does with a parameter, as far as its cut has consequences."""
 
-    kind: Literal["kernel", "bias", "scale", "embedding", "positions", "head"]
-    """`embedding`: looked up by tokens (and the head too where it is tied); `positions`: by positions."""
+    kind: Literal["kernel", "bias", "scale", "expert", "embedding", "positions", "head"]
+    """`expert`: a kernel of several experts; `embedding`: looked up by tokens (and the head too where it is
+    tied); `positions`: looked up by positions."""
     takes: str = ""
     """Name of the activation that a kernel is multiplied with."""
     gives: str = ""

@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "attention_out": ("batch", "length", "heads", "q_per_kv", "head_dim"),
     "mlp_hidden": ("batch", "length", "mlp"),
     "kv_cache": ("batch", "length", "heads", "head_dim"),
+    "router_logits": ("batch", "length", "experts"),
     "words": ("batch", "length", "word_embed"),
 }
 """Named activations and the logical axis of each dim. Logits are not here: their cut is the head layout."""
@@ -190,7 +191,7 @@ class Rules:
         if name in table:
             return table[name]
         batch = table["tokens"][0] if "tokens" in table else _BATCH
-        fixed = {"batch": batch, "length": (), "embed": (), "word_embed": ()}
+        fixed = {"batch": batch, "length": (), "embed": (), "word_embed": (), "experts": ()}
         return tuple(
             fixed[axis] if axis in fixed else tuple(a for a in self.axes_of.get(axis, ()) if a not in _BATCH)
             for axis in ACTIVATIONS[name]
