@@ -17,11 +17,17 @@ from shardwise.families.base import (
     optional,
     refuse_unsupported,
     require,
+)
+from shardwise.families.rope import (
+    RopeKeys,
+    max_position_from_hf,
+    max_position_to_hf,
     rope_from_hf,
     rope_to_hf,
 )
 from shardwise.models.config import ModelConfig
 
+_ROPE = RopeKeys(default_theta=1e6)
 _NEUTRAL = {
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
@@ -34,7 +40,8 @@ _NEUTRAL = {
 def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     refuse_unsupported(hf, _NEUTRAL, "mixtral")
     layers, window = require(hf, "num_hidden_layers"), optional(hf, "sliding_window", 0)
-    context, heads = optional(hf, "max_position_embeddings", 131072), require(hf, "num_attention_heads")
+    stated, heads = optional(hf, "max_position_embeddings", 131072), require(hf, "num_attention_heads")
+    rope = rope_from_hf(hf, stated, head_dim_from(hf), _ROPE)
     return ModelConfig(
         vocab_size=require(hf, "vocab_size"),
         embed_dim=require(hf, "hidden_size"),
@@ -45,10 +52,10 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         else optional(hf, "num_key_value_heads", 8),
         head_dim=head_dim_from(hf),
         mlp_dim=require(hf, "intermediate_size"),
-        max_position=context,
+        max_position=max_position_from_hf(rope, stated),
         norm_eps=optional(hf, "rms_norm_eps", 1e-5),
         activation=activation_from_hf(hf, "hidden_act", "silu"),
-        rope=rope_from_hf(hf, context),
+        rope=rope,
         windows=(window,) * layers if window else (),
         num_experts=optional(hf, "num_local_experts", 8),
         experts_per_token=optional(hf, "num_experts_per_tok", 2),
@@ -59,7 +66,7 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    windows = set(config.windows)
+    windows, stated = set(config.windows), max_position_to_hf(config.rope, config.max_position)
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -70,7 +77,7 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": stated,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": config.activation,
         "sliding_window": windows.pop() if len(windows) == 1 else None,
@@ -78,7 +85,7 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": config.experts_per_token,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.initializer_range,
-        **rope_to_hf(config.rope),
+        **rope_to_hf(config.rope, stated, config.head_dim, _ROPE),
     }
 
 
