@@ -57,9 +57,7 @@ class MoE(nnx.Module):
         """[B, T, D] → [B, T, D]."""
         logits = self.router(place, x)
         wide = jnp.promote_types(logits.dtype, jnp.float32)
-        shares, chosen = jax.lax.top_k(
-            jax.nn.softmax(logits.astype(wide), axis=-1), self.config.experts_per_token
-        )
+        shares, chosen = _best(jax.nn.softmax(logits.astype(wide), axis=-1), self.config.experts_per_token)
         shares = (shares / jnp.sum(shares, axis=-1, keepdims=True)).astype(x.dtype)
         layout = ExpertLayout.of(place.plan, self.path)
         kernels = tuple(
@@ -68,6 +66,19 @@ class MoE(nnx.Module):
         x = place.constrain(place.activation("residual", x), layout.rows)
         call = _Call(place, layout, self.config.activation)
         return place.activation("residual", _experts(call, x, shares, chosen, kernels))
+
+
+def _best(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The greatest values [..., count] and their places, of equals the first; `top_k`, which the partitioner
+    cannot cut: it would gather the batch."""
+    left, places, found = values, [], []
+    for _ in range(count):
+        place = jnp.argmax(left, axis=-1)
+        here = place[..., None] == jnp.arange(values.shape[-1])
+        places.append(place)
+        found.append(jnp.sum(jnp.where(here, values, 0), axis=-1))
+        left = jnp.where(here, -jnp.inf, left)
+    return jnp.stack(found, axis=-1), jnp.stack(places, axis=-1)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def audit(plan: Plan, workload: Workload, devices: Sequence[jax.Device] | None =
         workload,
         tuple(ledger.collectives),
         compiled,
-        sum(f.amount for f in ledger.flops),
+        sum(f.compiled for f in ledger.flops),
         module.flops().total,
         unexplained,
         absent,

@@ -118,7 +118,9 @@ def kept_bytes(ledger: Ledger, remat: str) -> int:
 def _parts(ledger: Ledger) -> dict[str, int]:
     """Elements of each named activation on one device."""
     names = ("residual", "query", "key", "value", "attention_out", "mlp_hidden")
-    return {name: ledger.local(ledger.shape(name), ledger.plan.activation(name)) for name in names}
+    parts = {name: ledger.local(ledger.shape(name), ledger.plan.activation(name)) for name in names}
+    parts["mlp_hidden"] *= max(1, ledger.plan.config.experts_per_token)
+    return parts
 
 
 def _scores(ledger: Ledger) -> int:
@@ -133,6 +135,6 @@ def _scores(ledger: Ledger) -> int:
 def max_layer_weights(ledger: Ledger) -> int:
     """Elements of one layer's kernels as they are made for use on one device: gathered or cast."""
     cast = ledger.workload.param_dtype != ledger.compute
-    kernels = [d for d in ledger.plan.decisions if d.use.kind == "kernel" and d.stacked]
+    kernels = [d for d in ledger.plan.decisions if d.use.kind in ("kernel", "expert") and d.stacked]
     made = [d for d in kernels if cast or ledger.local(d.shape, d.spec) < ledger.local(d.shape, d.at_use())]
     return sum(ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :]) for d in made)

@@ -32,6 +32,13 @@ class Flops:
     """Parameter path, or the activation's name."""
     phase: Phase
     amount: int
+    on_cpu: int | None = None
+    """What XLA's form of it on a CPU computes, where that is more."""
+
+    @property
+    def compiled(self) -> int:
+        """What the audit, which compiles for CPUs, finds."""
+        return self.amount if self.on_cpu is None else self.on_cpu
 
 
 @dataclass
@@ -151,6 +158,7 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
         ConfigError: sizes that do not fit the plan's mesh.
     """
     from shardwise.planner.predict_head import predict_ends
+    from shardwise.planner.predict_moe import predict_experts
 
     workload.check(plan)
     ledger = Ledger(plan, workload)
@@ -160,6 +168,8 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
             _kernel(ledger, decision, together.get(decision.path, ()))
         elif decision.use.kind in ("scale", "bias") and not decision.path.startswith("lm_head"):
             _vector(ledger, decision)
+    if plan.config.num_experts:
+        predict_experts(ledger)
     _attention(ledger)
     predict_ends(ledger)
     if ledger.trains:
@@ -270,7 +280,7 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
     forward("forward")
     if not ledger.trains:
         return
-    if workload.remat == "full" and d.stacked and path not in _not_made_again(plan):
+    if workload.remat == "full" and d.stacked and made_again(plan, path):
         forward("backward", " (computed again: remat full)")
     gather("backward")
     operand("backward", f"{use.takes} laid out for the kernel again")
@@ -286,15 +296,17 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
     _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
 
 
-def _not_made_again(plan: Plan) -> tuple[str, ...]:
-    """Kernels of a layer of whose product the backward pass needs the operand only: what closes the layer,
-    unless a norm follows."""
+def made_again(plan: Plan, path: str) -> bool:
+    """Whether remat `full` computes a layer's product again: not where the backward pass needs its operand
+    only, since it closes the layer and no norm follows."""
     if plan.config.norm_order != "pre":
-        return ()
+        return True
     ends = [
-        k.path for k in plan.decisions if k.stacked and k.use.kind == "kernel" and k.use.gives == "residual"
+        k.path
+        for k in plan.decisions
+        if k.stacked and k.use.kind in ("kernel", "expert") and k.use.gives == "residual"
     ]
-    return tuple(ends if plan.config.parallel != "no" else ends[-1:])
+    return path not in (ends if plan.config.parallel != "no" else ends[-1:])
 
 
 def _weight_gradient(
