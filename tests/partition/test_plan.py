@@ -163,15 +163,15 @@ def test_a_logical_axis_without_a_rule_is_refused() -> None:
 
 
 def test_two_dims_on_one_mesh_axis_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'tp' on two dims of embed/table \(vocab, embed\)"):
+    with pytest.raises(ConfigError, match="'tp' on two dims of embed/table, vocab 101 and embed 48"):
         plan_model(config(), MeshSpec(), with_rule("embed", "tp"))
 
 
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ((("mlp", ("tensor",)),), "rule 'mlp'"),
-        ((("mlp", ("tp", "tp")),), "rule 'mlp'"),
+        ((("mlp", ("tensor",)),), "rule mlp: "),
+        ((("mlp", ("tp", "tp")),), "rule mlp: "),
         ((("mlp", ("tp",)), ("mlp", ())), "'mlp' has more than one rule"),
     ],
 )

@@ -60,7 +60,9 @@ def computed(place: Placement, case: Case, given: dict[str, np.ndarray]) -> dict
     def everything(params: list[jax.Array], rows: dict[str, jax.Array]) -> dict[str, Any]:
         def enter(params: list[jax.Array], hidden: jax.Array) -> tuple[Head, jax.Array]:
             if case.tied:
-                hidden = hidden + look_up(place, VocabMatrix.of(place, case.path, params[0]), rows["tokens"])
+                hidden = hidden + look_up(
+                    place, VocabMatrix.of(place, case.path, params[0]), rows["tokens"], case.embed
+                )
             return make_head(place, case, params[0], params[1] if case.bias else None), hidden
 
         def total(params: list[jax.Array], hidden: jax.Array) -> jax.Array:
@@ -309,7 +311,7 @@ def test_look_up_takes_the_very_rows(layout: str, sizes: tuple[int, int, int], f
         @jax.jit
         def both(table: jax.Array, tokens: jax.Array, upstream: jax.Array) -> tuple[jax.Array, jax.Array]:
             found, back = jax.vjp(
-                lambda t: look_up(place, VocabMatrix.of(place, case.path, t), tokens), table
+                lambda t: look_up(place, VocabMatrix.of(place, case.path, t), tokens, case.embed), table
             )
             return found, back(upstream)[0]
 

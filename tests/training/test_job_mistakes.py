@@ -225,7 +225,7 @@ def test_several_files_and_folders_are_read_in_order(site: Site, capsys: pytest.
 
 
 def test_a_wrong_model_type_is_refused(refused: Refused, site: Site) -> None:
-    model = write_llama(site.folder / "model", model_type="mamba")
+    model = write_llama(site.folder / "model", model_type="mamba", state_size=16)
     assert "mamba" in refused(model=model)
 
 

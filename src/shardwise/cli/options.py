@@ -124,7 +124,7 @@ class MeshOptions(Options):
     override: tuple[str, ...] = option((), metavar="REGEX=SPEC")
     """Cut the parameters whose path matches REGEX as SPEC says, before the rules; may be repeated."""
     head_layout: Literal["auto", "vocab", "hidden", "replicated"] = option("auto")
-    """How the output head is cut over tp, if that is more than 1: across the vocabulary, the hidden dim, or
+    """How the output head is cut over a tp above 1: across the vocabulary, across the hidden dim, or
     not; `auto` takes the cheapest for the job."""
     plan: str | None = option(None, metavar="FILE")
     """Cut everything as this plan file says; it must be for this model and mesh."""

@@ -182,7 +182,7 @@ def not_modelled(plan: Plan) -> tuple[str, ...]:
 
     The model's numbers do not depend on any of it.
     """
-    spread = {name: _spread(plan, name) for name in ACTIVATIONS}
+    spread = {a.name: _spread(plan, a.name) for a in plan.activations}
     found = []
     inner = [name for name in ("query", "key", "value", "attention_out", "kv_cache") if any(spread[name][3:])]
     if inner:
