@@ -26,6 +26,9 @@ from shardwise.partition.rules import Spec
 READ_BYTES = 16 << 20
 """Rows are read in pieces of about this many bytes."""
 
+_ALIGNMENT = 64
+"""Bytes; XLA's for arrays of a CPU."""
+
 _Range = tuple[int, int]  # start, stop
 _Part = tuple[dict[str, _Range], dict[str, int]]
 """By logical axis: a true range of the tensor, and where it goes in the array to fill."""
@@ -202,7 +205,7 @@ def _read_slice(
     dtype: np.dtype,
 ) -> np.ndarray:
     """A slice of a parameter; `sources` are those of each layer in turn."""
-    out = np.zeros([stop - start for start, stop in ranges], dtype)
+    out = _aligned_zeros([stop - start for start, stop in ranges], dtype)
     if decision.stacked and len(ranges) == len(decision.axes):
         (first, last), inner = ranges[0], ranges[1:]
         for layer in range(first, last):
@@ -210,6 +213,15 @@ def _read_slice(
     else:
         _fill_layer(plan, decision.axes[decision.stacked :], out, ranges, sources[0])
     return out
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros that begin where XLA wants arrays to begin: a CPU device then takes them over as they are, where
+    a copy would take several times as long as reading the file."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _fill_layer(
