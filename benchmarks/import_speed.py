@@ -5,8 +5,10 @@
 Writes random weights of Llama 3.2 1B's shapes in bfloat16 (2.5 GB, in shards of 1 GB) to the folder, which it
 leaves there for another run, and reads them once so that the files are in the page cache. Then both programs
 read them in turn, each time in a new process: shardwise onto fsdp 2 × tp 2 (four simulated devices),
-transformers with `from_pretrained`. Only the reading is timed, not the imports. Not here: memory while
-reading (load_memory.py).
+transformers with `from_pretrained`. Only the reading is timed, not the imports. Before each, a process
+writes 6 GB of memory and ends: on a virtual machine whose host takes idle memory back, whoever touches it
+first would pay for fetching it again (up to 2 s a GB where this was written). Not here: memory while reading
+(load_memory.py).
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 total = sum(float(p.view(torch.int16)[..., ::64].sum()) for p in model.parameters())
 print(time.perf_counter() - start, sum(p.numel() * 2 for p in model.parameters()))
 """
+
+WARM = "import numpy; numpy.ones(6 << 30, numpy.uint8)"
 
 
 def write(folder: Path) -> None:
@@ -110,6 +114,7 @@ def main() -> None:
     size = 0
     for _ in range(args.rounds):
         for name, (python, code, how) in readers.items():
+            subprocess.run([sys.executable, "-c", WARM], check=True)
             taken, size = seconds(python, code, str(args.folder), how)
             times[name].append(taken)
     for name, taken in times.items():
