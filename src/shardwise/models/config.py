@@ -288,10 +288,11 @@ class ModelConfig:
                 f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value"
                 " heads; the first must be a multiple of the second"
             )
-        if self.head_dim % 2 and self.positions == "rotary":
-            raise ConfigError(
-                f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one"
-            )
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and self.positions == "rotary" and rope.features(self.head_dim) % 2:
+                raise ConfigError(
+                    f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one"
+                )
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(
                 f"model config: windows has {len(self.windows)} entries; give one for each of the"
