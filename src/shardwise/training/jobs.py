@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,7 +201,7 @@ def _start(
 def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, Any]:
     """What must be the same for a resumed run to go on exactly where it stopped."""
     return {
-        "model": asdict(step.plan.config),
+        "model": json.loads(json.dumps(asdict(step.plan.config))),  # as the manifest gives it back: lists
         "data_fingerprint": data.fingerprint,
         "length": options.length,
         "global_batch": options.global_batch,
