@@ -22,7 +22,7 @@ from shardwise.checkpoints.tokenizer import check_tokenizer_fits, has_tokenizer,
 from shardwise.errors import CheckpointError, ConfigError, ContextError, MeshError
 from shardwise.families import config_from_hf
 from shardwise.families.presets import PRESETS, preset
-from shardwise.models.cache import KVCache, cache_shape
+from shardwise.models.cache import KVCache, cache_shape, outgrown
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import Params, plan_model, unstack
 from shardwise.partition.constraints import Placement
@@ -157,6 +157,11 @@ class Model:
         )
         return _zeros(shapes)
 
+    def emptied(self, cache: KVCache) -> KVCache:
+        """The same arrays as a cache that holds nothing: what rows held is overwritten before it is seen."""
+        zeros = {"lengths": np.zeros(cache.lengths.shape, np.int32)}
+        return replace(cache, **put_rows(self.plan, self.mesh, zeros))
+
     def logits(self, tokens: np.ndarray, attention_mask: np.ndarray | None = None) -> np.ndarray:
         """Logits at every place of whole sequences.
 
@@ -190,6 +195,8 @@ class Model:
     def cached_logits(self, tokens: np.ndarray, prefill: int) -> np.ndarray:
         """Logits of given tokens through the cache: `prefill` at once, the rest one at a time.
 
+        At a length that outgrows the cache (models.cache.outgrown) all tokens so far go in at once, anew.
+
         Args:
             tokens: int [B, T].
             prefill: how many of the T go in first, at least 1.
@@ -208,6 +215,9 @@ class Model:
         later = self.step("decode", batch, 1, capacity=length, choose="logits")
         for start, stop in [(0, prefill), *((at, at + 1) for at in range(prefill, length))]:
             step = first if start == 0 else later
+            if outgrown(self.config, np.array([start]), np.array([stop])):
+                start, cache = 0, self.emptied(cache)
+                step = self.step("prefill", batch, stop, capacity=length, choose="logits")
             counts = np.full((batch,), stop - start, np.int32)
             given = put_rows(self.plan, self.mesh, {"tokens": filled[:, start:stop], "counts": counts})
             logits, cache = step(self.decode_params, cache, given["tokens"], given["counts"], None)

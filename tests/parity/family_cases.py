@@ -25,6 +25,8 @@ from shardwise.models.parameters import declared_params
 from .cases import GOLDENS, Batch, draw_batches
 
 FAMILY_GOLDENS = GOLDENS / "families"
+GROWING = (59, 70)
+"""Lengths, in tokens, of the shortest and the longest of the sequences of `growing`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,20 @@ def inputs(case: FamilyCase) -> tuple[Batch, ...]:
     return draw_batches(case.seed + 1, case.vocab)
 
 
+def grows(case: FamilyCase) -> bool:
+    """Whether rows turn by other frequencies where they grow beyond the context before stretching, which in
+    these cases is 64 tokens."""
+    return any(rope.depends_on_length for rope in model_config(case).ropes)
+
+
+def growing(case: FamilyCase) -> list[np.ndarray]:
+    """The first GROWING[0], …, GROWING[1] tokens of the long batch, each int32 [1, n]."""
+    (long,) = (batch.tokens for batch in inputs(case) if batch.name == "long")
+    return [long[:, :length] for length in range(GROWING[0], GROWING[1] + 1)]
+
+
 def golden_logits(case: FamilyCase) -> dict[str, np.ndarray]:
-    """The stored reference: batch name → float32 [kept positions, V]; also `weight_sum`."""
+    """The stored reference: batch name → float32 [kept positions, V]; also `weight_sum`, and for a case that
+    `grows` as "growing" the last position's logits [lengths, V] of each whole sequence of `growing`."""
     with np.load(FAMILY_GOLDENS / f"{case.name}.npz") as stored:
         return {name: stored[name] for name in stored.files}

@@ -18,7 +18,15 @@ import torch
 import transformers
 
 from .families import all_cases
-from .family_cases import FAMILY_GOLDENS, FamilyCase, inputs, weight_sum, write_checkpoint
+from .family_cases import (
+    FAMILY_GOLDENS,
+    FamilyCase,
+    growing,
+    grows,
+    inputs,
+    weight_sum,
+    write_checkpoint,
+)
 
 
 def load_reference(folder: Path, case: FamilyCase) -> Any:
@@ -62,6 +70,10 @@ def main(names: list[str]) -> None:
                 batch.name: reference_logits(model, batch.tokens, batch.attention_mask)[batch.keep]
                 for batch in inputs(case)
             }
+            if grows(case):
+                # anew, because transformers' `dynamic` remembers the longest sequence that it has seen
+                model = load_reference(write_checkpoint(case, Path(folder)), case)
+                arrays["growing"] = np.stack([reference_logits(model, t)[0, -1] for t in growing(case)])
         np.savez_compressed(FAMILY_GOLDENS / f"{case.name}.npz", weight_sum=weight_sum(case), **arrays)
         print(f"{case.name:32s} " + " ".join(f"{k}={np.abs(v).max():.2f}" for k, v in arrays.items()))
 

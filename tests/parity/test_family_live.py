@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .conftest import load_on
 from .families import all_cases
-from .family_cases import FamilyCase, inputs, write_checkpoint
+from .family_cases import GROWING, FamilyCase, growing, grows, inputs, write_checkpoint
 from .test_goldens import assert_close
 
 torch = pytest.importorskip(
@@ -35,6 +36,11 @@ def test_logits_equal_transformers_before_and_after_export(case: FamilyCase, tmp
         theirs = reference_logits(reference, batch.tokens, batch.attention_mask)
         real = slice(None) if batch.attention_mask is None else batch.attention_mask.astype(bool)
         assert_close(ours[real], theirs[real], f"{case.name} {batch.name}")
+    if grows(case):
+        fresh = load_reference(folder, case)
+        theirs = np.stack([reference_logits(fresh, tokens)[0, -1] for tokens in growing(case)])
+        ours = model.cached_logits(growing(case)[-1], GROWING[0])[0, GROWING[0] - 1 :]
+        assert_close(ours, theirs, f"{case.name} growing")
     model.export(tmp_path / "out")
     batch = inputs(case)[-1]
     reloaded = reference_logits(load_reference(tmp_path / "out", case), batch.tokens)

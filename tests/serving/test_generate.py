@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from shardwise.api import Model
 from shardwise.checkpoints.reader import Checkpoint
 from shardwise.errors import CheckpointError, ConfigError, ContextError
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, RopeConfig
 from shardwise.models.parameters import layer_paths, plan_model
 from shardwise.partition.mesh import MeshSpec, build_mesh
 from shardwise.partition.plan import named_sharding
@@ -32,10 +33,17 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
+LONGROPE = replace(
+    CONFIG, rope=RopeConfig(
+        "longrope", factor=4.0, original_max_position=24, short_factor=(1.0, 1.25), long_factor=(2.0, 9.0)
+    ),
+)  # fmt: skip
+
+
 @lru_cache(maxsize=8)
-def model(*sizes: int) -> Model:
+def model(*sizes: int, config: ModelConfig = CONFIG) -> Model:
     """A random model: one array per layer, the same numbers on every mesh."""
-    plan = plan_model(CONFIG, MeshSpec(*sizes))
+    plan = plan_model(config, MeshSpec(*sizes))
     mesh = build_mesh(plan.mesh, jax.devices()[: plan.mesh.num_devices])
     rng, params = np.random.default_rng(3), {}
     for d in plan.decisions:
@@ -83,6 +91,24 @@ def test_rows_of_a_mixed_batch_equal_each_prompt_alone() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 1, 4), (2, 1, 2)])
 def test_every_mesh_gives_the_tokens_of_one_device(sizes: tuple[int, int, int]) -> None:
     assert generate(model(*sizes), PROMPTS, max_new_tokens=NEW) == greedy_rows()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)])
+def test_rows_that_outgrow_their_context_one_after_the_other_go_on_as_each_alone(
+    sizes: tuple[int, int, int],
+) -> None:
+    """Rows of 1, 7 and 20 tokens: of 20 steps the third passes 24 tokens in the fifth, the second in the last
+    but two, the first in none."""
+    rows = generate(model(*sizes, config=LONGROPE), PROMPTS, max_new_tokens=20)
+    one = model(1, 1, 1, config=LONGROPE)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert generate(one, [prompt], max_new_tokens=20) == [row]
+        # each new token against all before it as a whole sequence of just that length
+        lengths = len(prompt) + np.arange(20)
+        mask = np.arange(lengths[-1])[None] < lengths[:, None]
+        text = np.array([prompt + row[:-1]], np.int32) * mask
+        logits = one.logits(text, mask.astype(np.int32))[np.arange(20), lengths - 1]
+        assert logits.argmax(-1).tolist() == row
 
 
 def test_a_row_ends_with_its_first_stop_id_and_the_others_go_on() -> None:

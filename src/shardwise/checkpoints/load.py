@@ -152,12 +152,12 @@ def _as_found(family: Family, config: ModelConfig, have: Mapping[str, TensorInfo
     usual = family.bases[0]
     table = _table(names).removeprefix(usual)
     base = next((base for base in family.bases if base + table in have), usual)
-    return [
-        replace(name, hf_name=base + name.hf_name.removeprefix(usual))
-        if name.hf_name.startswith(usual)
-        else name
-        for name in names
-    ]
+    other = {ours: theirs for ours, theirs in family.also_named if ours not in have and theirs in have}
+
+    def found(name: str) -> str:
+        return other.get(name) or (base + name.removeprefix(usual) if name.startswith(usual) else name)
+
+    return [replace(name, hf_name=found(name.hf_name)) for name in names]
 
 
 def _table(names: Sequence[TensorName]) -> str:

@@ -73,6 +73,8 @@ class Family:
     spellings, as a checkpoint of the base model alone has them."""
     head_tensor: str = "lm_head.weight"
     """Name of the head's matrix, which some tools write even where it is the embedding table."""
+    also_named: tuple[tuple[str, str], ...] = ()
+    """Pairs of a tensor's name in `tensor_names` and another one that some files have instead."""
 
 
 def require(hf: Mapping[str, Any], key: str, kind: type = int) -> Any:
@@ -130,6 +132,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def activation_to_hf(activation: Activation) -> str:
+    """The name that `activation_from_hf` reads as this non-linearity, and that every transformers knows."""
+    return {"gelu_tanh": "gelu_new", "gelu_quick": "quick_gelu"}.get(activation, activation)
+
+
 def head_dim_from(
     hf: Mapping[str, Any], embed: str = "hidden_size", heads: str = "num_attention_heads"
 ) -> int:
@@ -140,6 +147,13 @@ def head_dim_from(
     if number < 1 or width % number:
         raise ConfigError(f"config.json: {embed} {width} is no multiple of {heads} {number}")
     return int(width // number)
+
+
+def split_heads(hf: Mapping[str, Any], embed: str = "hidden_size", heads: str = "num_attention_heads") -> int:
+    """The width of a head in a family that has no key for it: what `embed` says, over what `heads` says."""
+    found = head_dim_from({key: hf.get(key) for key in (embed, heads)}, embed, heads)
+    refuse_unsupported(hf, {"head_dim": (None, found)}, str(hf.get("model_type")))
+    return found
 
 
 QUERY: Dim = ("heads", "q_per_kv", "head_dim")

@@ -10,6 +10,7 @@ from shardwise.families.base import (
     Family,
     TensorName,
     activation_from_hf,
+    activation_to_hf,
     head_dim_from,
     linear,
     norm,
@@ -56,7 +57,6 @@ def _config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    names = {"gelu_tanh": "gelu_new", "gelu_quick": "quick_gelu"}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -67,7 +67,7 @@ def _config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "n_inner": config.mlp_dim,
         "n_positions": config.max_position,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": names.get(config.activation, config.activation),
+        "activation_function": activation_to_hf(config.activation),
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.initializer_range,
     }

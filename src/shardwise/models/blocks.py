@@ -36,6 +36,9 @@ class Around:
     turn: Turn | None
     """Of the new tokens; None where positions are not rotary."""
     kernel: Kernel
+    key_turn: Turn | None = None
+    """Of the cache's slots, where keys are cached as they are before turning and turned at every use, because
+    what turns them changes while a row grows; None where keys are cached turned."""
 
 
 class Attention(nnx.Module):
@@ -65,13 +68,15 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(place, q), self.k_norm(place, k)
         if around.turn is not None:
-            q, k = rotate(q, around.turn), rotate(k, around.turn)
+            q = rotate(q, around.turn)
+            k = k if around.key_turn is not None else rotate(k, around.turn)
         updated = None
         if cached is not None:
             keys, values, starts = cached
             k = place.activation("kv_cache", write_rows(keys, k, starts))
             v = place.activation("kv_cache", write_rows(values, v, starts))
             updated = (k, v)
+            k = k if around.key_turn is None else rotate(k, around.key_turn)
         out = attention(place, q, k, v, around.visible, self._scores(place), around.kernel)
         if not self.heads.valid.all():  # a padded head would else move its (zero) rows of o_proj in training
             out = out * jnp.asarray(self.heads.valid, out.dtype)[:, :, None]

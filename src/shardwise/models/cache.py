@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from shardwise.models.config import ModelConfig
 from shardwise.partition.constraints import Placement
 
 
@@ -47,6 +49,19 @@ def cache_shape(place: Placement, batch: int, capacity: int) -> KVCache:
     )
     layers = (array,) * config.num_layers
     return KVCache(layers, layers, lengths)
+
+
+def outgrown(config: ModelConfig, before: np.ndarray, after: np.ndarray) -> bool:
+    """Whether a row grows to a length at which it turns by other frequencies (RopeConfig.changes_at).
+
+    Keys, and what layers above the first made of them, are then others from the row's first token on: its
+    cache is of no more use, and the caller computes it anew from the tokens.
+
+    Args:
+        before, after: int [rows]: tokens that each row holds, and that it will hold.
+    """
+    lengths = [rope.changes_at for rope in config.ropes if rope.changes_at is not None]
+    return any(((before > 0) & (before < length) & (length <= after)).any() for length in lengths)
 
 
 def write_rows(cache: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:

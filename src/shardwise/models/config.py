@@ -125,6 +125,16 @@ class RopeConfig:
         return self.kind in ("dynamic", "longrope")
 
     @property
+    def changes_at(self) -> int | None:
+        """The one length at which a growing document's frequencies become others (`longrope`)."""
+        return self.original_max_position + 1 if self.kind == "longrope" else None
+
+    @property
+    def changes_always(self) -> bool:
+        """Whether every token that a document grows by may change its frequencies (`dynamic`)."""
+        return self.kind == "dynamic"
+
+    @property
     def attention_scaling(self) -> float:
         """What cosines and sines are multiplied with; scores of attention change by its square.
 
@@ -288,10 +298,11 @@ class ModelConfig:
                 f"model config: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value"
                 " heads; the first must be a multiple of the second"
             )
-        if self.head_dim % 2 and self.positions == "rotary":
-            raise ConfigError(
-                f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one"
-            )
+        for rope in self.ropes:
+            if rope.features(self.head_dim) % 2:
+                raise ConfigError(
+                    f"model config: head_dim is {self.head_dim}; rotary embedding needs an even one"
+                )
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(
                 f"model config: windows has {len(self.windows)} entries; give one for each of the"
@@ -312,6 +323,13 @@ class ModelConfig:
     def q_per_kv(self) -> int:
         """G = H / K: query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotary embeddings of layers that see all keys, and of those with a window where it is another."""
+        if self.positions != "rotary":
+            return ()
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
     def word_axis(self) -> str:

@@ -97,8 +97,8 @@ def rotation(
     Args:
         positions: int32 [B, T].
         dtype: of the result; angles are computed in float32 at least.
-        lengths: int32 [B, T]: for each token the length of its document (`document_lengths`, or what is known
-            of it so far); needed, and used, only where `rope.depends_on_length`.
+        lengths: int32 [B, T] or [B, 1]: for each token the length of its document (`document_lengths`, or
+            what is known of it so far); needed, and used, only where `rope.depends_on_length`.
 
     Returns:
         cos, sin: [B, T, R/2].

@@ -19,7 +19,7 @@ from flax import nnx
 from shardwise.models.attention import Kernel, Visibility
 from shardwise.models.blocks import Around, Block, Turn
 from shardwise.models.cache import KVCache
-from shardwise.models.config import ModelConfig, RopeConfig
+from shardwise.models.config import ModelConfig
 from shardwise.models.head import Head, head_logits
 from shardwise.models.linear import PRODUCT, Declare, Linear
 from shardwise.models.mlp import activated
@@ -98,7 +98,8 @@ class Transformer(nnx.Module):
         visible = Visibility(
             positions, segments, positions, segments, ordered=True, causal=self.config.causal
         )
-        lengths = document_lengths(positions, segments) if self.config.rope.depends_on_length else None
+        depends = any(rope.depends_on_length for rope in self.config.ropes)
+        lengths = document_lengths(positions, segments) if depends else None
         around = self._around(place, positions, visible, kernel, lengths)
 
         def step(block: Block, x: jax.Array, kind: Kind) -> jax.Array:
@@ -125,7 +126,8 @@ class Transformer(nnx.Module):
             tokens: int32 [B, T], right-padded.
             counts: int32 [B]: how many of the T are real; the row grows by that many. What padding writes
                 past it is overwritten by the next call and never visible.
-            cache: has room for T more tokens in every row (the caller checks on the host).
+            cache: has room for T more tokens in every row, and none of them outgrows it (cache.outgrown; the
+                caller checks both on the host).
         """
         assert not self.stacked, "decoding needs per-layer weights"
         assert self.config.causal, "an encoder has no next token"
@@ -136,7 +138,9 @@ class Transformer(nnx.Module):
             jnp.arange(cache.capacity, dtype=jnp.int32), (tokens.shape[0], cache.capacity)
         )
         visible = Visibility(positions, jnp.ones_like(positions), slots, jnp.ones_like(slots))
-        around = self._around(place, positions, visible, kernel)
+        turned_at_use = any(rope.changes_always for rope in self.config.ropes)
+        lengths = (cache.lengths + counts)[:, None]
+        around = self._around(place, positions, visible, kernel, lengths, slots if turned_at_use else None)
         keys, values = [], []
         for i, (block, k, v) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
             kind = jax.tree.map(lambda of_layers, i=i: of_layers[i], _kinds(self.config))
@@ -184,29 +188,34 @@ class Transformer(nnx.Module):
         return x if self.head_transform is None else self.head_transform(place, x)
 
     def _around(
-        self,
-        place: Placement,
-        positions: jax.Array,
-        visible: Visibility,
-        kernel: Kernel,
-        lengths: jax.Array | None = None,
-    ) -> Callable[[Kind], Around]:
-        """For each kind of layer what it needs beside its input; what layers share is made once."""
+        self, place: Placement, positions: jax.Array, visible: Visibility, kernel: Kernel,
+        lengths: jax.Array | None, slots: jax.Array | None = None,
+    ) -> Callable[[Kind], Around]:  # fmt: skip
+        """For each kind of layer what it needs beside its input; what layers share is made once.
+
+        Args:
+            lengths: int32 [B, T] or [B, 1], of each token's document; see `rotation`.
+            slots: int32 [B, S]: positions of cached keys that are turned at use; None where none are.
+        """
         config = self.config
 
-        def turn_by(rope: RopeConfig) -> Turn:
-            return rotation(rope, config.head_dim, positions, place.compute_dtype, lengths)
+        def turns(positions: jax.Array) -> list[Turn]:
+            """By each of the config's rotary embeddings."""
+            return [
+                rotation(rope, config.head_dim, positions, place.compute_dtype, lengths)
+                for rope in config.ropes
+            ]
 
-        turn = turn_by(config.rope) if config.positions == "rotary" else None
-        local = None if config.local_rope is None else turn_by(config.local_rope)
+        new, cached = turns(positions), turns(slots) if slots is not None else []
+
+        def of_kind(turns: list[Turn], kind: Kind) -> Turn | None:
+            if len(turns) < 2 or kind.window is None:
+                return turns[0] if turns else None
+            return jax.tree.map(partial(jnp.where, kind.window < NO_WINDOW), turns[1], turns[0])
 
         def around(kind: Kind) -> Around:
-            seen, turned = visible, turn
-            if kind.window is not None:
-                seen = replace(visible, window=kind.window)
-                if local is not None:
-                    turned = jax.tree.map(partial(jnp.where, kind.window < NO_WINDOW), local, turn)
-            return Around(seen, turned, kernel)
+            seen = visible if kind.window is None else replace(visible, window=kind.window)
+            return Around(seen, of_kind(new, kind), kernel, of_kind(cached, kind))
 
         return around
 

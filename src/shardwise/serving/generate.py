@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.errors import CheckpointError, ConfigError, ContextError
+from shardwise.models.cache import outgrown
 from shardwise.partition.padding import round_up
 from shardwise.partition.rows import put_rows
 from shardwise.steps.sampling import SamplingParams
@@ -113,7 +114,7 @@ def stream(
     first = model.step("prefill", batch, length, **options)
     later = model.step("decode", batch, 1, **options)
 
-    tokens = np.zeros((batch, length), np.int32)
+    tokens = np.zeros((batch, capacity), np.int32)  # prompts, and what is made of them
     counts = np.ones((batch,), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -135,9 +136,8 @@ def stream(
             m=column(sampling.min_p), s=seeds,
         )  # fmt: skip
         chosen_by = SamplingParams(temperature=temperature, top_k=kept, top_p=top_p, min_p=min_p, seed=seed)
-    ids, cache = first(
-        model.decode_params, model.empty_cache(batch, capacity), *put(t=tokens, c=counts), chosen_by
-    )
+    cache = model.empty_cache(batch, capacity)
+    ids, cache = first(model.decode_params, cache, *put(t=tokens[:, :length], c=counts), chosen_by)
     (ones,) = put(ones=np.ones((batch,), np.int32))
     running = set(range(len(prompts)))
     for made in range(1, max_new_tokens + 1):
@@ -152,6 +152,14 @@ def stream(
         running -= {row for row in running if int(host[row]) in stops}
         if not running or made == max_new_tokens:
             return
+        tokens[np.arange(batch), counts] = host
+        counts = counts + 1
+        going = counts[sorted(running)]
+        if outgrown(model.config, going - 1, going):
+            length = min(round_up(int(counts.max()), CAPACITY_STEP), model.config.max_position)
+            again, cache = model.step("prefill", batch, length, **options), model.emptied(cache)
+            ids, cache = again(model.decode_params, cache, *put(t=tokens[:, :length], c=counts), chosen_by)
+            continue
         (given,) = put(tokens=host[:, None])
         ids, cache = later(model.decode_params, cache, given, ones, chosen_by)
 
