@@ -12,7 +12,19 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.families import gpt2, gpt_neox, gptj, llama, mixtral, phi3
+from shardwise.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from shardwise.families.base import Family, TensorName
 from shardwise.families.keys import ConfigKeys
 from shardwise.models.config import ModelConfig
@@ -20,7 +32,8 @@ from shardwise.models.config import ModelConfig
 __all__ = ["Family", "TensorName", "config_from_hf", "config_to_hf", "family_of", "get_family"]
 
 _FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (gpt2, gpt_neox, gptj, llama, mixtral, phi3)
+    module.FAMILY.name: module.FAMILY
+    for module in (gemma2, gemma3, gpt2, gpt_neox, gptj, llama, mistral, mixtral, phi3, qwen2, qwen3)
 }
 
 

@@ -54,10 +54,11 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             declare.below("o_proj"), query, ("embed",), config.attention_out_bias, "attention_out", "residual"
         )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = Norm(declare.below("q_norm"), config, "head_dim", "query", "rms")
-            self.k_norm = Norm(declare.below("k_norm"), config, "head_dim", "key", "rms")
+
+        def head_norm(name: str, gives: str) -> Norm | None:
+            return Norm(declare.below(name), config, "head_dim", gives, "rms") if config.qk_norm else None
+
+        self.q_norm, self.k_norm = head_norm("q_norm", "query"), head_norm("k_norm", "key")
 
     def __call__(
         self, place: Placement, x: jax.Array, around: Around, cached: Cached | None

@@ -344,6 +344,9 @@ def _vector(ledger: Ledger, d: Decision) -> None:
     for axes in gives[: len(gives) - own]:
         ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
                    "gradient summed over the batch", in_loop)  # fmt: skip
+    if _repeated(ledger.plan, d):
+        ledger.add("all-reduce", gives[2], ledger.compute, elements, count, "backward", d.path,
+                   "gradients of a kv head's copies added", in_loop)  # fmt: skip
 
 
 def _attention(ledger: Ledger) -> None:
