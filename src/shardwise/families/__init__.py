@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.families import (
+    bloom,
     gemma2,
     gemma3,
     gpt2,
@@ -21,6 +22,7 @@ from shardwise.families import (
     llama,
     mistral,
     mixtral,
+    opt,
     phi3,
     qwen2,
     qwen3,
@@ -33,7 +35,21 @@ __all__ = ["Family", "TensorName", "config_from_hf", "config_to_hf", "family_of"
 
 _FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (gemma2, gemma3, gpt2, gpt_neox, gptj, llama, mistral, mixtral, phi3, qwen2, qwen3)
+    for module in (
+        bloom,
+        gemma2,
+        gemma3,
+        gpt2,
+        gpt_neox,
+        gptj,
+        llama,
+        mistral,
+        mixtral,
+        opt,
+        phi3,
+        qwen2,
+        qwen3,
+    )
 }
 
 

@@ -348,6 +348,7 @@ class ModelConfig:
             "vocab": self.vocab_size,
             "embed": self.embed_dim,
             "word_embed": self.word_dim or self.embed_dim,
+            "word_vector": self.word_dim or self.embed_dim,
             "vector": self.embed_dim,
             "positions": self.max_position + self.position_offset,
             "token_types": self.token_types,

@@ -49,30 +49,31 @@ class Transformer(nnx.Module):
         self.config, self.stacked = config, stacked
         words = config.word_axis
         self.embed = nnx.Dict(_embeddings(declare.below("embed"), config))
-        self.project_in = self.project_out = None
-        if words != "embed":
-            self.project_in = Linear(
-                declare.below("project_in"), (words,), ("embed",), False, "words", "residual"
-            )
+        self.project_in = self._projection(declare, "project_in")
         if stacked:
             self.layers = Block(declare.below("layers", stacked=True), config)
         else:
             # every block asks the Plan under the stacked path: one decision holds for all layers
             self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
         self.final_norm = Norm(declare.below("final_norm"), config) if config.final_norm else None
-        if words != "embed":
-            self.project_out = Linear(
-                declare.below("project_out"), ("embed",), (words,), False, "residual", "words"
-            )
-        self.head_transform = None
-        if config.head_transform:
-            self.head_transform = HeadTransform(declare.below("head_transform"), config)
+        self.project_out = self._projection(declare, "project_out")
+        transformed = config.head_transform
+        self.head_transform = HeadTransform(declare.below("head_transform"), config) if transformed else None
         head = {}
         if not config.tie_embeddings:
             head["kernel"] = declare.param("vocab", words, use=Use("head", "residual"))
         if config.head_bias:
             head["bias"] = declare.param("vocab", init="zeros", use=Use("bias"))
         self.lm_head = nnx.Dict(head) if head else None
+
+    def _projection(self, declare: Declare, name: Literal["project_in", "project_out"]) -> Linear | None:
+        """Between the embedding table's width and D, where they differ."""
+        if self.config.word_axis == "embed":
+            return None
+        # The outputs are vectors, so that `fsdp` has one dim to cut.
+        if name == "project_in":
+            return Linear(declare.below(name), ("word_embed",), ("vector",), False, "words", "residual")
+        return Linear(declare.below(name), ("embed",), ("word_vector",), False, "residual", "words")
 
     def hidden(
         self,

@@ -19,7 +19,16 @@ from shardwise.partition.presets import PRESETS
 from shardwise.partition.refusals import Refusals
 from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, activation_text
 
-_NEVER_PADDED = ("layers", "embed", "word_embed", "vector", "positions", "token_types", "experts")
+_NEVER_PADDED = (
+    "layers",
+    "embed",
+    "word_embed",
+    "vector",
+    "word_vector",
+    "positions",
+    "token_types",
+    "experts",
+)
 """Logical axes that `fsdp` does not pad."""
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
