@@ -19,7 +19,9 @@ from shardwise.partition.plan import DATA_AXES, ActivationDecision, Decision, Pa
 from shardwise.partition.presets import PRESETS
 from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec
 
-_NEVER_PADDED = ("layers", "embed", "word_embed", "vector", "positions", "token_types", "experts")
+_NEVER_PADDED = (
+    "layers", "embed", "word_embed", "vector", "positions", "token_types", "labels", "experts",
+)  # fmt: skip
 """Logical axes that `fsdp` does not pad."""
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
@@ -48,6 +50,10 @@ def make_plan(
     """
     if head_layout is not None and head_layout not in get_args(HeadLayout):
         raise ConfigError(f"head layout {head_layout!r}: allowed are {', '.join(get_args(HeadLayout))}")
+    if head_layout is not None and config.head != "vocab":
+        raise ConfigError(
+            f"head layout {head_layout!r}: this model has no output head over the vocabulary; leave it out"
+        )
     return _Decider(config, tuple(params), mesh, rules or Rules(), tuple(overrides), head_layout).plan()
 
 
@@ -73,7 +79,7 @@ class _Decider:
         self.cuts = {axis: _but_fsdp(self.rules.mesh_axes(axis)) for axis in ("heads", "mlp", "vocab")}
         """Mesh axes for which a logical axis is padded; `fsdp` looks for a dim that it divides instead."""
         self.padding = Padding.choose(self.config, {a: self.mesh.size(cut) for a, cut in self.cuts.items()})
-        self.head = "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+        self.head = self.config.head_path
 
     def plan(self) -> Plan:
         used: set[int] = set()
@@ -371,6 +377,8 @@ class _Decider:
 
     def _has(self, name: str) -> bool:
         """Whether the model has a named activation."""
+        if name in ("first", "pooled", "label_logits"):
+            return self.config.head == "labels"
         return name != "words" or self.config.word_axis != "embed"
 
     def _activation(self, name: str) -> ActivationDecision:

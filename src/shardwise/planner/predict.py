@@ -71,7 +71,7 @@ class Ledger:
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a named activation in one micro-batch."""
         rows = self.rows * self.plan.batch_multiple()
-        sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length}
+        sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length, "one": 1}
         return tuple(sizes[axis] for axis in ACTIVATIONS[name])
 
     def local(self, shape: Sequence[int], spec: Spec) -> int:
@@ -203,7 +203,7 @@ def layer_runs(ledger: Ledger, decision: Decision) -> tuple[int, bool]:
     micro = ledger.workload.grad_accum_steps if ledger.trains else 1
     if not decision.stacked:
         return micro, micro > 1
-    looped = ledger.workload.task in ("train", "score", "logits")
+    looped = ledger.workload.task in ("train", "score", "logits", "hidden")
     return micro * ledger.plan.config.num_layers, looped or micro > 1
 
 
@@ -341,9 +341,8 @@ def _attention(ledger: Ledger) -> None:
     reach = workload.capacity if workload.task in ("prefill", "decode") else length
     block = query_block(length)
     starts = range(0, length, block)
-    pairs = sum(
-        min(block, length - s) * (min(s + block, length) if reach == length else reach) for s in starts
-    )
+    skips = reach == length and plan.config.causal  # keys behind a block's last query are left out
+    pairs = sum(min(block, length - s) * (min(s + block, length) if skips else reach) for s in starts)
     cut = plan.mesh.size([a for axes in plan.activation("query")[2:] for a in axes])
     heads = plan.padding.heads.padded_heads // cut
     runs = plan.config.num_layers * (workload.grad_accum_steps if ledger.trains else 1)
