@@ -328,7 +328,9 @@ def _vector(ledger: Ledger, d: Decision) -> None:
     count, in_loop = layer_runs(ledger, d)
     gives = ledger.plan.activation(d.use.gives or "residual")
     elements = ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :])
-    own = 1 if d.path == "embed/token_types" else len(d.axes) - d.stacked
+    own = len(d.axes) - d.stacked
+    if d.path == "embed/token_types":  # of which the first row alone is used
+        elements, own = elements // d.use_shape[0], 1
     for axes in gives[: len(gives) - own]:
         ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
                    "gradient summed over the batch", in_loop)  # fmt: skip
