@@ -170,14 +170,26 @@ class Model:
             attention_mask: int [B, T], 1 for tokens and 0 for padding, left or right; default all 1.
 
         Returns:
-            float32 (float64 for float64 compute) [B, T, V]; at padding they mean nothing.
+            float32 (float64 for float64 compute) [B, T, V]; at padding they mean nothing. Of a classifier
+            [B, labels], from the first real token of each row.
 
         Raises:
             ContextError: T is above the model's context.
-            ConfigError: an id outside the vocabulary.
+            ConfigError: an id outside the vocabulary, or a model without a head.
         """
+        return self._of_sequences("logits", tokens, attention_mask)
+
+    def hidden_states(self, tokens: np.ndarray, attention_mask: np.ndarray | None = None) -> np.ndarray:
+        """Last hidden states at every place of whole sequences, after the final norm: [B, T, D] in the
+        compute dtype. Arguments and errors as for `logits`."""
+        return self._of_sequences("hidden", tokens, attention_mask)
+
+    def _of_sequences(self, task: Task, tokens: np.ndarray, attention_mask: np.ndarray | None) -> np.ndarray:
         tokens = self._checked(tokens)
         mask = np.ones_like(tokens) if attention_mask is None else np.asarray(attention_mask).astype(np.int32)
+        if task == "logits" and self.config.head == "labels":  # which reads the first place
+            order = np.argsort(1 - mask, axis=1, kind="stable")
+            tokens, mask = (np.take_along_axis(array, order, axis=1) for array in (tokens, mask))
         positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
         batch = {
             "tokens": tokens * mask,
@@ -188,7 +200,7 @@ class Model:
         }
         rows = tokens.shape[0]
         padded = {name: self._fill(array) for name, array in batch.items()}
-        step = self.step("logits", padded["tokens"].shape[0], tokens.shape[1])
+        step = self.step(task, padded["tokens"].shape[0], tokens.shape[1])
         out = step(self.params, put_rows(self.plan, self.mesh, padded))
         return np.asarray(out.addressable_data(0))[:rows]
 

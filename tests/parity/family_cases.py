@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ def weights(case: FamilyCase) -> dict[str, np.ndarray]:
         for name in (file for layer in layers for file in tensor_files(config, tensor, layer)):
             mean, deviation = {"scale": (1.0, 0.3), "bias": (0.0, 0.5)}.get(kinds[tensor.path], (0.0, 0.15))
             mean = 0.0 if config.norm_plus_one else mean
+            if tensor.copies and tensor.copies[0] in tensors:  # one parameter under two names
+                tensors[name] = tensors[tensor.copies[0]].copy()
+                continue
             random = np.random.RandomState((case.seed + zlib.crc32(name.encode())) % 2**32)
             tensors[name] = random.normal(mean, deviation, tensor.hf_shape(sizes)).astype(np.float32)
     return tensors
@@ -80,8 +83,25 @@ def write_checkpoint(case: FamilyCase, folder: Path) -> Path:
 
 
 def inputs(case: FamilyCase) -> tuple[Batch, ...]:
-    """2 × 20 plain, left padded and right padded, and one row of 200 positions."""
-    return draw_batches(case.seed + 1, case.vocab)
+    """2 × 20 plain, left padded and right padded, and one row of 200 positions.
+
+    An encoder's padding is its padding token, which no real token is: transformers counts positions by it.
+    """
+    batches = draw_batches(case.seed + 1, case.vocab)
+    if model_config(case).causal:
+        return batches
+    pad = int(case.config.get("pad_token_id", 1))
+    return tuple(replace(batch, tokens=_padded_with(pad, batch)) for batch in batches)
+
+
+def _padded_with(pad: int, batch: Batch) -> np.ndarray:
+    tokens = np.where(batch.tokens == pad, pad + 1, batch.tokens)
+    return tokens if batch.attention_mask is None else np.where(batch.attention_mask, tokens, pad)
+
+
+def kept(logits: np.ndarray, batch: Batch) -> np.ndarray:
+    """Those that are compared: logits of kept positions, or all of a classifier's."""
+    return logits if logits.ndim == 2 else logits[batch.keep]
 
 
 def grows(case: FamilyCase) -> bool:

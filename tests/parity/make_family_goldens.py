@@ -24,6 +24,7 @@ from .family_cases import (
     growing,
     grows,
     inputs,
+    kept,
     weight_sum,
     write_checkpoint,
 )
@@ -44,11 +45,16 @@ def load_reference(folder: Path, case: FamilyCase) -> Any:
 
 
 def reference_logits(model: Any, tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """float32 [B, T, V] for int32 [B, T] tokens and an int32 [B, T] mask of real tokens."""
+    """float32 [B, T, V] for int32 [B, T] tokens and an int32 [B, T] mask of real tokens; of a classifier
+    [B, labels], for which rows padded on the left are moved: it reads place 0, be that padding or not."""
     arguments: dict[str, Any] = {}
+    if mask is not None and hasattr(model, "classifier"):
+        order = np.argsort(1 - mask, axis=1, kind="stable")
+        tokens, mask = np.take_along_axis(tokens, order, 1), np.take_along_axis(mask, order, 1)
     if mask is not None:
         arguments["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
-        if "position_ids" in inspect.signature(model.forward).parameters:
+        # An encoder counts positions itself, from the tokens that are not padding.
+        if model.can_generate() and "position_ids" in inspect.signature(model.forward).parameters:
             arguments["position_ids"] = (arguments["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
@@ -67,7 +73,7 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = load_reference(write_checkpoint(case, Path(folder)), case)
             arrays = {
-                batch.name: reference_logits(model, batch.tokens, batch.attention_mask)[batch.keep]
+                batch.name: kept(reference_logits(model, batch.tokens, batch.attention_mask), batch)
                 for batch in inputs(case)
             }
             if grows(case):

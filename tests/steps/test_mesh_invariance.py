@@ -59,6 +59,16 @@ def batch(vocab: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def batch_for(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The same for this model; for a classifier a label in the first place of all rows but one."""
+    given = batch(config.vocab_size)
+    if config.labels:
+        given["targets"] = given["targets"] % len(config.labels)
+        given["weights"] = np.zeros_like(given["weights"])
+        given["weights"][1:, 0] = 1
+    return given
+
+
 def devices(mesh: tuple[int, int, int]) -> list[jax.Device]:
     return jax.devices()[: MeshSpec(*mesh).num_devices]
 
@@ -80,24 +90,26 @@ def outputs(
         optimizer=OptimizerConfig(),
     )  # fmt: skip
     params = _bias_noise(plan, init_params(plan, device_mesh, 0, jnp.dtype(dtype)))
-    given = put_rows(plan, device_mesh, batch(config.vocab_size))
+    given = put_rows(plan, device_mesh, batch_for(config))
 
     @jax.jit
     def everything(params, given):
         module = bind(plan, params, stacked=True)
         hidden = module.hidden(place, given["tokens"], given["positions"], given["segment_ids"])
-        return module.logits(place, hidden), loss_and_gradients(place, workload, params, given)
+        logits = (module.label_logits if config.labels else module.logits)(place, hidden)
+        return logits, loss_and_gradients(place, workload, params, given)
 
     logits, (loss, gradients, count) = everything(params, given)
     real = batch(config.vocab_size)["segment_ids"] > 0
-    out = {"loss": np.asarray(loss), "logits": np.asarray(logits)[real][:, : config.vocab_size]}
+    kept = np.asarray(logits) if config.labels else np.asarray(logits)[real][:, : config.vocab_size]
+    out = {"loss": np.asarray(loss), "logits": kept}
     padding = 0.0
     for path, gradient in gradients.items():
         host, axes = np.asarray(gradient), plan[path].axes
         out[path] = plan.padding.trim(host, axes)
         padding = max(padding, np.abs(host - plan.padding.pad(out[path], axes, plan[path].shape)).max())
     assert padding == 0.0, "a gradient reached padding"
-    assert count == batch(config.vocab_size)["weights"].sum()
+    assert count == batch_for(config)["weights"].sum()
     return out
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -53,13 +54,19 @@ class _Source:
 
 
 def load_params(
-    checkpoint: Checkpoint, plan: Plan, mesh: jax.sharding.Mesh, dtype: str | None, stacked: bool
+    checkpoint: Checkpoint,
+    plan: Plan,
+    mesh: jax.sharding.Mesh,
+    dtype: str | None,
+    stacked: bool,
+    without: Collection[str] = (),
 ) -> Params:
     """Read all parameters onto the mesh.
 
     Args:
         dtype: of the arrays; None keeps each tensor's own (with stacked layers the widest of all).
         stacked: one array for all layers (training), or one per layer (decoding).
+        without: paths to leave out, those of another head than the file's.
 
     Raises:
         CheckpointError: weights are absent; tensors missing, unexpected or of the wrong shape (all named at
@@ -67,10 +74,12 @@ def load_params(
     """
     if checkpoint.reader is None:
         raise CheckpointError(f"{checkpoint.path} holds a configuration but no weights, which this needs")
-    names = check_tensors(checkpoint.reader, plan.config, str(checkpoint.path))
+    names = check_tensors(checkpoint.reader, plan.config, str(checkpoint.path), without)
     infos = checkpoint.reader.tensors()
     params: Params = {}
     for path in plan.paths:
+        if path in without:
+            continue
         decision, name = plan[path], names[path]
         layers = range(plan.config.num_layers) if decision.stacked else (0,)
         sources = [_Source.of(checkpoint.reader, plan.config, name, layer) for layer in layers]
@@ -85,8 +94,13 @@ def load_params(
     return params
 
 
-def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict[str, TensorName]:
+def check_tensors(
+    reader: TensorReader, config: ModelConfig, where: str, without: Collection[str] = ()
+) -> dict[str, TensorName]:
     """Compare the tensors that there are with those that the model needs.
+
+    Args:
+        without: paths that are not needed; tensors of any head may then be there.
 
     Returns:
         Parameter path → tensor name.
@@ -97,15 +111,18 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
     """
     family, sizes = get_family(config.family), config.sizes()
     have = reader.tensors()
-    names = _as_found(family, config, have)
+    names = [name for name in _as_found(family, config, have) if name.path not in without]
     wanted: dict[str, tuple[int, ...]] = {}
     for name in names:
         layers = range(config.num_layers) if "{layer}" in name.hf_name else (0,)
         files = [file for layer in layers for file in tensor_files(config, name, layer)]
         wanted.update(dict.fromkeys(files, name.hf_shape(sizes)))
-    ignored = re.compile("|".join(f"(?:{p})" for p in family.ignored_tensors) or r"(?!)")
+    ignored = _any_of((*family.ignored_tensors, *(family.head_tensors if without else ())))
     missing = [name for name in wanted if name not in have]
     extra = [name for name in have if name not in wanted and not ignored.fullmatch(name)]
+    unused = [name for name in extra if _any_of(family.unused_tensors).fullmatch(name)]
+    copies = {copy: name.hf_name for name in names for copy in name.copies if name.hf_name in have}
+    extra = [n for n in extra if n not in unused and not (n in copies and _same(reader, n, copies[n]))]
     head = family.head_tensor
     if config.tie_embeddings and head in extra and _same(reader, head, _table(names)):
         extra.remove(head)  # a copy of the tied table, as some tools write it
@@ -136,8 +153,21 @@ def check_tensors(reader: TensorReader, config: ModelConfig, where: str) -> dict
                 f"; {head} differs from the embedding table although config.json says"
                 " tie_word_embeddings: set it to false to use this head"
             )
+        elif missing and all(_any_of(family.head_tensors).fullmatch(name) for name in missing):
+            hint = (
+                f"; all that is missing is the head: for the encoder alone set architectures to"
+                f" {[family.heads['none']]}, or give the model a head with `shardwise finetune --objective`"
+            )
         raise CheckpointError(f"{where} does not fit its config: {'; '.join(problems)}{hint}")
+    if unused:
+        warnings.warn(
+            f"{where}: not read, since nothing here computes with it: {', '.join(unused)}", stacklevel=2
+        )
     return {name.path: name for name in names}
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{p})" for p in patterns) or r"(?!)")
 
 
 def tensor_files(config: ModelConfig, tensor: TensorName, layer: int) -> list[str]:
@@ -154,10 +184,14 @@ def _as_found(family: Family, config: ModelConfig, have: Mapping[str, TensorInfo
     base = next((base for base in family.bases if base + table in have), usual)
     other = {ours: theirs for ours, theirs in family.also_named if ours not in have and theirs in have}
 
-    def found(name: str) -> str:
-        return other.get(name) or (base + name.removeprefix(usual) if name.startswith(usual) else name)
+    def found(name: TensorName) -> str:
+        usual_name = name.hf_name
+        here = other.get(usual_name) or (
+            base + usual_name.removeprefix(usual) if usual_name.startswith(usual) else usual_name
+        )
+        return here if here in have else next((copy for copy in name.copies if copy in have), here)
 
-    return [replace(name, hf_name=found(name.hf_name)) for name in names]
+    return [replace(name, hf_name=found(name)) for name in names]
 
 
 def _table(names: Sequence[TensorName]) -> str:

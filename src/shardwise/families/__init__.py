@@ -6,7 +6,7 @@ Not here: mathematics (models/) and reading of files (checkpoints/).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -26,12 +26,22 @@ from shardwise.families import (
     phi3,
     qwen2,
     qwen3,
+    roberta,
 )
-from shardwise.families.base import Family, TensorName
+from shardwise.families.base import Family, Head, TensorName
 from shardwise.families.keys import ConfigKeys
 from shardwise.models.config import ModelConfig
 
-__all__ = ["Family", "TensorName", "config_from_hf", "config_to_hf", "family_of", "get_family"]
+__all__ = [
+    "Family",
+    "Head",
+    "TensorName",
+    "config_from_hf",
+    "config_to_hf",
+    "family_of",
+    "get_family",
+    "with_head",
+]
 
 _FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -49,8 +59,10 @@ _FAMILIES: dict[str, Family] = {
         phi3,
         qwen2,
         qwen3,
+        roberta,
     )
 }
+_FAMILIES |= {roberta.XLM.name: roberta.XLM}
 
 
 def get_family(name: str) -> Family:
@@ -143,3 +155,27 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if lost:
         raise ConfigError(f"a {family.name} config.json cannot say {', '.join(lost)}")
     return keys
+
+
+def with_head(hf_config: Mapping[str, Any], head: Head, labels: Sequence[str] = ()) -> dict[str, Any]:
+    """The config.json of the same model with another head.
+
+    Args:
+        labels: names of a classifier's labels.
+
+    Raises:
+        ConfigError: the family has no such head.
+    """
+    family = family_of(hf_config)
+    if head not in family.heads:
+        able = sorted(f.name for f in _FAMILIES.values() if head in f.heads)
+        what = {"vocab": "masked-LM head", "labels": "classifier", "none": "form without a head"}[head]
+        raise ConfigError(f"{family.name} models have no {what} here; those that do: {', '.join(able)}")
+    keys = {key: value for key, value in hf_config.items() if key not in _OF_LABELS}
+    if head == "labels":
+        keys["id2label"] = {str(i): name for i, name in enumerate(labels)}
+        keys["label2id"] = {name: i for i, name in enumerate(labels)}
+    return {**keys, "architectures": [family.heads[head]]}
+
+
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task")

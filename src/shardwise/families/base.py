@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import Activation, ModelConfig
 
+Head = Literal["vocab", "labels", "none"]
+"""See ModelConfig.head."""
 Dim = tuple[str, ...]
 """Logical axes over which one dim of a file's tensor runs, slowest first."""
 PARTS = "parts"
@@ -39,6 +41,8 @@ class TensorName:
     """Blocks that lie before this parameter in dim 0 of the file's tensor, one behind the other."""
     after: tuple[Dim, ...] = ()
     """Blocks that lie behind it (Phi-3: q, k and v are rows of one tensor)."""
+    copies: tuple[str, ...] = ()
+    """Names under which files may hold the same tensor again, or instead (`lm_head.decoder.bias`)."""
     interleaved: int = 0
     """So many leading features of each head lie in the file as pairs (0, 1), (2, 3), … that turn together
     (GPT-J); ours turn feature i with feature i + half."""
@@ -68,6 +72,8 @@ class Family:
     tensor_names: Callable[[ModelConfig], tuple[TensorName, ...]]
     ignored_tensors: tuple[str, ...] = ()
     """Regular expressions of tensors that files may carry and that hold nothing to learn (rotary buffers)."""
+    unused_tensors: tuple[str, ...] = ()
+    """The same of learned ones that nothing here computes with (BERT's pooler); leaving them out is told."""
     bases: tuple[str, ...] = ("model.", "")
     """What the names of the base model's tensors begin with: first as `tensor_names` has it, then other
     spellings, as a checkpoint of the base model alone has them."""
@@ -75,6 +81,10 @@ class Family:
     """Name of the head's matrix, which some tools write even where it is the embedding table."""
     also_named: tuple[tuple[str, str], ...] = ()
     """Pairs of a tensor's name in `tensor_names` and another one that some files have instead."""
+    heads: Mapping[Head, str] = field(default_factory=dict)
+    """What `architectures` says of each head that a model of this family may have, where it has a choice."""
+    head_tensors: tuple[str, ...] = ()
+    """Regular expressions of all heads' tensors: what another head than the file's takes no notice of."""
 
 
 def require(hf: Mapping[str, Any], key: str, kind: type = int) -> Any:

@@ -250,12 +250,19 @@ class ModelConfig:
     """c of c·tanh(score / c), before masking (Gemma 2)."""
 
     # Both ends.
+    head: Literal["vocab", "labels", "none"] = "vocab"
+    """What follows the last layer: logits of every id; logits of `labels` from the first token (Devlin et al.
+    2019, arXiv:1810.04805, §4.1); or nothing, as in a checkpoint of the base model alone. The options of the
+    head over the vocabulary hold for `vocab` only."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels, in order of their ids; empty without one."""
     tie_embeddings: bool = False
     """The output head is the embedding table."""
     head_bias: bool = False
     """Bias on the output head, as GPT-J and RoBERTa have; also where the head's matrix is tied."""
     head_transform: bool = False
-    """The head sees norm(gelu(dense(x))) of the last hidden state x (BERT's masked-LM head, RoBERTa)."""
+    """The head sees norm(gelu(dense(x))) of the last hidden state x, whatever `activation` is (RoBERTa's
+    masked-LM head, after BERT's)."""
     logit_softcap: float | None = None
     """c of c·tanh(logit / c) (Gemma 2)."""
     embed_norm: bool = False
@@ -313,6 +320,10 @@ class ModelConfig:
                 f"model config: parallel {self.parallel!r} goes with norm_order 'pre', not"
                 f" {self.norm_order!r}"
             )
+        if (self.head == "labels") != bool(self.labels):
+            raise ConfigError(
+                f"model config: head {self.head!r} with {len(self.labels)} labels; they go with head 'labels'"
+            )
         if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"model config: experts_per_token is {self.experts_per_token}; it must be between 1 and"
@@ -337,6 +348,13 @@ class ModelConfig:
         return "word_embed" if self.word_dim not in (0, self.embed_dim) else "embed"
 
     @property
+    def head_path(self) -> str | None:
+        """Path of the matrix [V, D] of the head over the vocabulary; None without one."""
+        if self.head != "vocab":
+            return None
+        return "embed/table" if self.tie_embeddings else "lm_head/kernel"
+
+    @property
     def score_scale(self) -> float:
         """What scores are multiplied with: 1/√E (Vaswani et al. 2017, eq. 1), or by query_scalar."""
         return (self.query_scalar or self.head_dim) ** -0.5
@@ -352,6 +370,7 @@ class ModelConfig:
             "vector": self.embed_dim,
             "positions": self.max_position + self.position_offset,
             "token_types": self.token_types,
+            "labels": len(self.labels),
             "experts": self.num_experts,
             "heads": self.num_kv_heads,
             "q_per_kv": self.q_per_kv,

@@ -29,11 +29,11 @@ def active_parameter_count(plan: Plan) -> int:
 
 def matmul_parameters(plan: Plan) -> int:
     """Parameters that every token is multiplied with: all kernels, of experts those that it takes, and the
-    head once (tied or not), but not what is looked up."""
+    head once (tied or not), but not what is looked up, nor a classifier, which reads one token."""
     config, total = plan.config, 0
     for d in plan.decisions:
         size = math.prod(d.true_shape)
-        if d.use.kind == "kernel" or d.path == plan.head_path:
+        if d.path == plan.head_path or (d.use.kind == "kernel" and d.use.takes not in ("first", "pooled")):
             total += size
         elif d.use.kind == "expert":
             total += size * config.experts_per_token // config.num_experts

@@ -19,6 +19,7 @@ from flax import nnx
 from shardwise.models.attention import Kernel, Visibility
 from shardwise.models.blocks import Around, Block, Turn
 from shardwise.models.cache import KVCache
+from shardwise.models.classifier import Classifier
 from shardwise.models.config import ModelConfig
 from shardwise.models.head import Head, head_logits
 from shardwise.models.linear import PRODUCT, Declare, Linear
@@ -47,7 +48,6 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, padding: Padding, stacked: bool):
         declare = Declare(padding)
         self.config, self.stacked = config, stacked
-        words = config.word_axis
         self.embed = nnx.Dict(_embeddings(declare.below("embed"), config))
         self.project_in = self._projection(declare, "project_in")
         if stacked:
@@ -57,14 +57,10 @@ class Transformer(nnx.Module):
             self.layers = nnx.List([Block(declare.below("layers"), config) for _ in range(config.num_layers)])
         self.final_norm = Norm(declare.below("final_norm"), config) if config.final_norm else None
         self.project_out = self._projection(declare, "project_out")
-        transformed = config.head_transform
-        self.head_transform = HeadTransform(declare.below("head_transform"), config) if transformed else None
-        head = {}
-        if not config.tie_embeddings:
-            head["kernel"] = declare.param("vocab", words, use=Use("head", "residual"))
-        if config.head_bias:
-            head["bias"] = declare.param("vocab", init="zeros", use=Use("bias"))
+        transform, head = config.head_transform and config.head == "vocab", _head(declare, config)
+        self.head_transform = HeadTransform(declare.below("head_transform"), config) if transform else None
         self.lm_head = nnx.Dict(head) if head else None
+        self.classifier = Classifier(declare.below("classifier")) if config.head == "labels" else None
 
     def _projection(self, declare: Declare, name: Literal["project_in", "project_out"]) -> Linear | None:
         """Between the embedding table's width and D, where they differ."""
@@ -83,6 +79,7 @@ class Transformer(nnx.Module):
         segments: jax.Array,
         remat: Remat = "none",
         kernel: Kernel = "auto",
+        transform: bool = True,
     ) -> jax.Array:
         """Final hidden states of whole sequences, without a cache.
 
@@ -91,6 +88,7 @@ class Transformer(nnx.Module):
             positions: int32 [B, T], counted within each document.
             segments: int32 [B, T]: documents of a row; 0 is padding. Nothing is attended across segments.
             remat: what the backward pass recomputes.
+            transform: whether they go through the head's own layer where it has one, as the head takes them.
 
         Returns:
             [B, T, D] in the compute dtype, after the final norm.
@@ -116,7 +114,7 @@ class Transformer(nnx.Module):
         else:
             for i, block in enumerate(self.layers):
                 x = step(block, x, jax.tree.map(lambda of_layers, i=i: of_layers[i], _kinds(self.config)))
-        return self._leave(place, x)
+        return self._leave(place, x, transform)
 
     def hidden_cached(
         self, place: Placement, tokens: jax.Array, counts: jax.Array, cache: KVCache, kernel: Kernel = "auto"
@@ -164,6 +162,11 @@ class Transformer(nnx.Module):
         """float32 [B, T, V padded] from hidden states [B, T, D]; cut over the head's `vocab_axes`."""
         return head_logits(place, self.head(place), hidden)
 
+    def label_logits(self, place: Placement, hidden: jax.Array) -> jax.Array:
+        """float32 (or wider) [B, 1, labels] from hidden states [B, T, D]; see Classifier."""
+        assert self.classifier is not None, "no classifier"
+        return self.classifier(place, hidden)
+
     def _enter(self, place: Placement, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """The residual stream before the first layer [B, T, D]."""
         config, embed = self.config, self.embed
@@ -181,12 +184,12 @@ class Transformer(nnx.Module):
         x = place.activation("residual", x)
         return x if not config.embed_norm else place.activation("residual", embed["norm"](place, x))
 
-    def _leave(self, place: Placement, x: jax.Array) -> jax.Array:
-        """What the head takes, from the residual stream after the last layer."""
+    def _leave(self, place: Placement, x: jax.Array, transform: bool = True) -> jax.Array:
+        """What the head takes, from the residual stream after the last layer; see `hidden`."""
         x = x if self.final_norm is None else self.final_norm(place, x)
         if self.project_out is not None:
             x = self.project_out(place, x)
-        return x if self.head_transform is None else self.head_transform(place, x)
+        return self.head_transform(place, x) if self.head_transform is not None and transform else x
 
     def _around(
         self, place: Placement, positions: jax.Array, visible: Visibility, kernel: Kernel,
@@ -238,15 +241,25 @@ def _kinds(config: ModelConfig) -> Kind:
 
 
 class HeadTransform(nnx.Module):
-    """norm(gelu(dense(x))): what BERT's masked-LM head does before its matrix (Devlin et al. 2019)."""
+    """norm(gelu(dense(x))): what RoBERTa's masked-LM head does before its matrix."""
 
     def __init__(self, declare: Declare, config: ModelConfig):
-        self.activation = config.activation
-        self.dense = Linear(declare.below("dense"), ("embed",), ("embed",), True, "residual", "residual")
+        # Not cut over tp: the norm behind it wants all of D, and the product is small beside the head's.
+        self.dense = Linear(declare.below("dense"), ("embed",), ("vector",), True, "residual", "residual")
         self.norm = Norm(declare.below("norm"), config)
 
     def __call__(self, place: Placement, x: jax.Array) -> jax.Array:
-        return self.norm(place, activated(self.activation, self.dense(place, x)))
+        return self.norm(place, activated("gelu", self.dense(place, x)))
+
+
+def _head(declare: Declare, config: ModelConfig) -> dict[str, Any]:
+    """What a head over the vocabulary has of its own."""
+    found: dict[str, Any] = {}
+    if config.head_path == "lm_head/kernel":
+        found["kernel"] = declare.param("vocab", config.word_axis, use=Use("head", "residual"))
+    if config.head_path is not None and config.head_bias:
+        found["bias"] = declare.param("vocab", init="zeros", use=Use("bias"))
+    return found
 
 
 def _embeddings(declare: Declare, config: ModelConfig) -> dict[str, Any]:

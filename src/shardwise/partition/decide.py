@@ -20,15 +20,8 @@ from shardwise.partition.refusals import Refusals
 from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, activation_text
 
 _NEVER_PADDED = (
-    "layers",
-    "embed",
-    "word_embed",
-    "vector",
-    "word_vector",
-    "positions",
-    "token_types",
-    "experts",
-)
+    "layers", "embed", "word_embed", "vector", "word_vector", "positions", "token_types", "labels", "experts",
+)  # fmt: skip
 """Logical axes that `fsdp` does not pad."""
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
@@ -59,6 +52,10 @@ def make_plan(
         allowed = get_args(HeadLayout)
         near = did_you_mean(str(head_layout), allowed) or "; without one the rules decide"
         raise ConfigError(f"head layout {head_layout!r}: allowed are {', '.join(allowed)}{near}")
+    if head_layout is not None and config.head != "vocab":
+        raise ConfigError(
+            f"head layout {head_layout!r}: this model has no output head over the vocabulary; leave it out"
+        )
     return _Decider(config, tuple(params), mesh, rules or Rules(), tuple(overrides), head_layout).plan()
 
 
@@ -74,7 +71,7 @@ class _Decider:
     head_layout: HeadLayout | None
 
     def __post_init__(self) -> None:
-        self.head = "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+        self.head = self.config.head_path or ""
         self._check_head_layout()
         self.asked_layout = self.head_layout
         self.refusals = Refusals(self.params, Padding.none(self.config), self.mesh, self.asked.name)
@@ -370,7 +367,11 @@ class _Decider:
 
     def _has(self, name: str) -> bool:
         """Whether the model has a named activation."""
-        only_in = {"words": self.config.word_axis != "embed", "router_logits": self.config.num_experts > 0}
+        only_in = {
+            "words": self.config.word_axis != "embed",
+            "router_logits": self.config.num_experts > 0,
+            **dict.fromkeys(("first", "pooled", "label_logits"), self.config.head == "labels"),
+        }
         return only_in.get(name, True)
 
     def _activation(self, name: str) -> ActivationDecision:

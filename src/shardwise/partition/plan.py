@@ -146,13 +146,15 @@ class Plan:
         return self._activation_specs[name]
 
     @property
-    def head_path(self) -> str:
-        """Path of the output head's matrix [V, D]."""
-        return "embed/table" if self.config.tie_embeddings else "lm_head/kernel"
+    def head_path(self) -> str | None:
+        """Path of the output head's matrix [V, D]; None in a model without a head over the vocabulary."""
+        return self.config.head_path
 
     @property
-    def head_layout(self) -> HeadLayout:
-        """How the output head is cut at use, where no axis that splits the batch cuts it."""
+    def head_layout(self) -> HeadLayout | None:
+        """How the output head is cut at use, where no axis that splits the batch cuts it; None without."""
+        if self.head_path is None:
+            return None
         batch = self.batch_axes()
         return layout_of(
             tuple(tuple(a for a in axes if a not in batch) for axes in self[self.head_path].at_use())

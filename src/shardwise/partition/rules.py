@@ -36,8 +36,12 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "kv_cache": ("batch", "length", "heads", "head_dim"),
     "router_logits": ("batch", "length", "experts"),
     "words": ("batch", "length", "word_embed"),
+    "first": ("batch", "one", "embed"),
+    "pooled": ("batch", "one", "embed"),
+    "label_logits": ("batch", "one", "labels"),
 }
-"""Named activations and the logical axis of each dim. Logits are not here: their cut is the head layout."""
+"""Named activations and the logical axis of each dim; `one` has one place, that of a sequence's first token.
+Logits of the vocabulary are not here: their cut is the head layout."""
 
 _BATCH = ("dp", "fsdp")
 DEFAULT_PARAMS: dict[str, tuple[str, ...]] = {
@@ -49,6 +53,7 @@ DEFAULT_PARAMS: dict[str, tuple[str, ...]] = {
     "vector": (),
     "positions": (),
     "token_types": (),
+    "labels": (),
     "experts": (),
     "heads": ("tp",),
     "q_per_kv": (),
@@ -68,6 +73,7 @@ DEFAULT_POLICY: dict[str, Policy] = {
     "vector": "error",
     "positions": "error",
     "token_types": "error",
+    "labels": "error",
     "experts": "error",
     "q_per_kv": "error",
     "head_dim": "error",

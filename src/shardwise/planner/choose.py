@@ -94,13 +94,13 @@ def head_choice(
 ) -> HeadChoice | None:
     """The comparison behind `--head-layout auto`; None where there is nothing to choose.
 
-    There is not with a layout asked for, a tp of one, rules that leave tp out, or an override on the head,
-    be it the user's or one of the rules.
+    There is not without a head over the vocabulary, with a layout asked for, a tp of one, rules that leave tp
+    out, or an override on the head, be it the user's or one of the rules.
     """
-    if options.head_layout != "auto" or mesh.tp == 1:
+    if options.head_layout != "auto" or mesh.tp == 1 or config.head_path is None:
         return None
     base = _make(options, config, mesh, None)
-    overridden = any(o.matches(base.head_path) for o in (*base.overrides, *base.rules.overrides))
+    overridden = any(o.matches(config.head_path) for o in (*base.overrides, *base.rules.overrides))
     if overridden or "tp" not in base.rules.mesh_axes("vocab"):
         return None
     return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, device)

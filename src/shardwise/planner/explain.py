@@ -164,13 +164,13 @@ def _activations(ledger: Ledger) -> Iterable[ActivationReport]:
         dtype = "int32" if a.name == "tokens" else workload.compute_dtype
         size = ledger.local(shape, a.spec) * itemsize(dtype)
         yield ActivationReport(a.name, a.axes, shape, a.spec, dtype, size, a.decided_by, a.notes)
-    yield _logits(ledger)
+    if plan.head_path is not None:
+        yield _logits(ledger, plan[plan.head_path])
 
 
-def _logits(ledger: Ledger) -> ActivationReport:
+def _logits(ledger: Ledger, head: Decision) -> ActivationReport:
     """Logits as the head makes them; in training and scoring those of a chunk of positions."""
     plan, workload = ledger.plan, ledger.workload
-    head = plan[plan.head_path]
     spec = (plan.batch_axes(), (), head.at_use()[0])
     length = workload.length if workload.task in ("train", "score", "logits") else 1
     notes: tuple[str, ...] = ()

@@ -65,8 +65,12 @@ def overview(out: Console, name: str, e: Explanation, choice: HeadChoice | None)
             f"fsdp: each weight is gathered just before use{back}; which dim it cuts makes no difference"
         )
     out.print()
-    given = f"head layout {plan.head_layout}, by {plan[plan.head_path].decided_by}"
-    if plan.mesh.tp == 1:
+    if plan.head_path is None:
+        what = "a classifier's" if plan.config.labels else "none"
+        given = f"head: {what}; there is no layout to choose"
+    else:
+        given = f"head layout {plan.head_layout}, by {plan[plan.head_path].decided_by}"
+    if plan.head_path is not None and plan.mesh.tp == 1:
         given = "head layout: none to choose, since tp is 1"
     for line in choice.lines() if choice is not None else [given]:
         out.print(line)

@@ -83,6 +83,7 @@ def choose_head_layout(make: Callable[[HeadLayout], Plan], workload: Workload, d
 def _cost(plan: Plan, layout: HeadLayout, workload: Workload, device: Device) -> LayoutCost:
     ledger = predict(plan, workload)
     path = plan.head_path
+    assert path is not None, "a model without a head over the vocabulary has no layouts"
     causes = {head_cause(path), "lm_head/bias"} | ({path} if plan.config.tie_embeddings else set())
     flops = sum(f.amount for f in ledger.flops if f.cause in causes)
     sent = [c for c in ledger.collectives if c.cause in causes and c.phase != "update"]

@@ -71,12 +71,7 @@ def activation_bytes(ledger: Ledger) -> int:
     """
     plan, workload = ledger.plan, ledger.workload
     part, size = _parts(ledger), itemsize(ledger.compute)
-    vocab = plan[plan.head_path].use_shape[0]
-    vocab //= plan.mesh.size(plan[plan.head_path].at_use()[0])
-    positions = workload.length if workload.task in ("train", "score", "logits") else 1
-    logits = ledger.rows * positions * vocab * itemsize(ledger.wide)
-    if workload.task in ("train", "score"):
-        logits = min(logits, CHUNK_BYTES)
+    logits = _logits(ledger)
     weights = max_layer_weights(ledger) * size
     if not ledger.trains:
         queries = part["query"] + part["key"] + part["value"] + part["attention_out"]
@@ -85,6 +80,19 @@ def activation_bytes(ledger: Ledger) -> int:
     kept, whole = kept_bytes(ledger, workload.remat), kept_bytes(ledger, "none")
     flowing = (2 * part["residual"] + 3 * part["mlp_hidden"]) * size
     return plan.config.num_layers * kept + (whole - kept) + flowing + 2 * weights + 2 * logits
+
+
+def _logits(ledger: Ledger) -> int:
+    """Bytes of the logits that one device holds at once."""
+    plan, workload = ledger.plan, ledger.workload
+    if workload.task == "hidden" or plan.head_path is None:
+        labels = len(plan.config.labels) if workload.task != "hidden" else 0
+        return ledger.rows * labels * itemsize(ledger.wide)
+    head = plan[plan.head_path]
+    vocab = head.use_shape[0] // plan.mesh.size(head.at_use()[0])
+    positions = workload.length if workload.task in ("train", "score", "logits") else 1
+    logits = ledger.rows * positions * vocab * itemsize(ledger.wide)
+    return min(logits, CHUNK_BYTES) if workload.task in ("train", "score") else logits
 
 
 def kept_bytes(ledger: Ledger, remat: str) -> int:
@@ -108,7 +116,7 @@ def kept_bytes(ledger: Ledger, remat: str) -> int:
     if block == length:
         rows_and_heads = _scores(ledger) // length
         scores = _scores(ledger) * (size + wide) + 2 * rows_and_heads * wide
-    else:
+    elif ledger.plan.config.causal:
         keys = keys * sum(min(start + block, length) for start in range(0, length, block)) // length
     scales = 2 * ledger.plan.config.embed_dim
     others = 6 * part["residual"] + part["query"] + part["attention_out"] + 3 * part["mlp_hidden"] + scales

@@ -78,7 +78,7 @@ class Ledger:
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a named activation in one micro-batch."""
         rows = self.rows * self.plan.batch_multiple()
-        sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length}
+        sizes = self.plan.padding.physical | {"batch": rows, "length": self.workload.length, "one": 1}
         return tuple(sizes[axis] for axis in ACTIVATIONS[name])
 
     def local(self, shape: Sequence[int], spec: Spec) -> int:
@@ -213,7 +213,7 @@ def layer_runs(ledger: Ledger, decision: Decision) -> tuple[int, bool]:
     micro = ledger.workload.grad_accum_steps if ledger.trains else 1
     if not decision.stacked:
         return micro, micro > 1
-    looped = ledger.workload.task in ("train", "score", "logits")
+    looped = ledger.workload.task in ("train", "score", "logits", "hidden")
     return micro * ledger.plan.config.num_layers, looped or micro > 1
 
 
@@ -340,7 +340,9 @@ def _vector(ledger: Ledger, d: Decision) -> None:
     count, in_loop = layer_runs(ledger, d)
     gives = ledger.plan.activation(d.use.gives or "residual")
     elements = ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :])
-    own = 1 if d.path == "embed/token_types" else len(d.axes) - d.stacked
+    own = len(d.axes) - d.stacked
+    if d.path == "embed/token_types":  # of which the first row alone is used
+        elements, own = elements // d.use_shape[0], 1
     for axes in gives[: len(gives) - own]:
         ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
                    "gradient summed over the batch", in_loop)  # fmt: skip
@@ -356,9 +358,8 @@ def _attention(ledger: Ledger) -> None:
     reach = workload.capacity if workload.task in ("prefill", "decode") else length
     block = query_block(length)
     starts = range(0, length, block)
-    pairs = sum(
-        min(block, length - s) * (min(s + block, length) if reach == length else reach) for s in starts
-    )
+    skips = reach == length and plan.config.causal  # keys behind a block's last query are left out
+    pairs = sum(min(block, length - s) * (min(s + block, length) if skips else reach) for s in starts)
     cut = plan.mesh.size([a for axes in plan.activation("query")[2:] for a in axes])
     heads = plan.padding.heads.padded_heads // cut
     runs = plan.config.num_layers * (workload.grad_accum_steps if ledger.trains else 1)

@@ -49,15 +49,38 @@ def predict_ends(ledger: Ledger) -> None:
     for d in plan.decisions:
         if d.use.kind in ("embedding", "positions"):
             _look_up(ledger, d, _Matrix.of(ledger, d), micro)
+    task = ledger.workload.task
+    if task == "hidden":
+        ledger.reshard(ledger.shape("residual"), plan.activation("residual"), ((), (), ()), ledger.compute, 1,
+                       "forward", "hidden states", "whole hidden states, to every device")  # fmt: skip
+        return
+    if plan.head_path is None:
+        _classifier(ledger, micro)
+        return
     head = _Matrix.of(ledger, plan[plan.head_path])
     _gather(ledger, head, plan[plan.head_path], micro, "head")
-    task = ledger.workload.task
     if task == "train":
         _loss(ledger, head, micro)
     elif task == "score":
         _scores(ledger, head)
     else:
         _last_or_all(ledger, head)
+
+
+def _classifier(ledger: Ledger, micro: int) -> None:
+    """Around a classifier's kernels, which are predicted as all kernels are."""
+    plan, workload, here, wide = ledger.plan, ledger.workload, "classifier/out_proj/kernel", ledger.wide
+    _whole_residual(ledger, micro, "classifier/dense/kernel")
+    batch, shape = plan.batch_axes(), ledger.shape("label_logits")
+    if workload.task == "train":
+        ledger.add("all-reduce", batch, wide, 1, micro, "forward", here, "the loss", micro > 1)
+    elif workload.task == "score":
+        for dtype in (wide, "bool"):
+            ledger.add("all-gather", batch, dtype, workload.batch, 1, "forward", here,
+                       "the scores, to every device")  # fmt: skip
+    else:
+        ledger.reshard(shape, plan.activation("label_logits"), ((), (), ()), wide, 1, "forward", here,
+                       "whole logits, to every device")  # fmt: skip
 
 
 def head_cause(path: str) -> str:

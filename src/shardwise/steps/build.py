@@ -21,6 +21,7 @@ from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import build_mesh
 from shardwise.partition.plan import Plan, named_sharding
 from shardwise.steps import sampling, train
+from shardwise.steps.labels import label_scores
 from shardwise.steps.score import token_scores
 from shardwise.steps.workload import Workload
 
@@ -51,8 +52,10 @@ def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = N
     Arguments and results by task (see Step.abstract_args for shapes):
         train: (TrainState, batch) → (TrainState, metrics), batch as data.packing makes it.
         score: (params, batch) → {"nll": [B, T], "right": [B, T]}, and with top_n = n
-            {"top_ids": [B, T, n], "top_logprobs": [B, T, n]} (score.token_scores).
-        logits: (params, batch) → float32 [B, T, V].
+            {"top_ids": [B, T, n], "top_logprobs": [B, T, n]} (score.token_scores); of a classifier [B, 1]
+            (labels.label_scores).
+        logits: (params, batch) → float32 [B, T, V]; of a classifier [B, labels].
+        hidden: (params, batch) → [B, T, D] in the compute dtype, after the final norm.
         prefill: (params, cache, tokens [B, T], counts [B], sampling or None)
             → (ids [B] or logits [B, V], cache).
         decode: (params, cache, tokens [B, 1], counts [B], sampling or None) → the same.
@@ -74,7 +77,8 @@ def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = N
 def _build(plan: Plan, workload: Workload, mesh: jax.sharding.Mesh) -> Step:
     place = Placement(plan, mesh, jnp.dtype(workload.compute_dtype))
     make = {
-        "train": _train, "score": _score, "logits": _logits, "prefill": _cached, "decode": _cached
+        "train": _train, "score": _score, "logits": _logits, "hidden": _states, "prefill": _cached,
+        "decode": _cached,
     }[workload.task]  # fmt: skip
     fn, args = make(place, workload)
     return Step(plan, workload, mesh, fn, args)
@@ -121,18 +125,21 @@ def _train(place: Placement, workload: Workload) -> _Built:
 
 
 def _hidden(
-    place: Placement, workload: Workload, params: Params, batch: dict[str, jax.Array]
+    place: Placement, workload: Workload, params: Params, batch: dict[str, jax.Array], transform: bool = True
 ) -> tuple[Transformer, jax.Array]:
     model = bind(place.plan, params, _is_stacked(params))
     hidden = model.hidden(
-        place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel
-    )
+        place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel,
+        transform,
+    )  # fmt: skip
     return model, hidden
 
 
 def _score(place: Placement, workload: Workload) -> _Built:
     def score(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         model, hidden = _hidden(place, workload, params, batch)
+        if place.plan.config.head == "labels":
+            return label_scores(model.label_logits(place, hidden), batch["targets"])
         return token_scores(place, hidden, model.head(place), batch["targets"], workload.top_n)
 
     everywhere = named_sharding(place.mesh, ())
@@ -142,10 +149,19 @@ def _score(place: Placement, workload: Workload) -> _Built:
 def _logits(place: Placement, workload: Workload) -> _Built:
     def logits(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
         model, hidden = _hidden(place, workload, params, batch)
+        if place.plan.config.head == "labels":
+            return place.constrain(model.label_logits(place, hidden), ((), (), ()))[:, 0]
         whole = place.constrain(model.logits(place, hidden), ((), (), ()))
         return whole[..., : place.plan.config.vocab_size]
 
     return jax.jit(logits, out_shardings=named_sharding(place.mesh, ())), _sequence_args(place, workload)
+
+
+def _states(place: Placement, workload: Workload) -> _Built:
+    def states(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        return _hidden(place, workload, params, batch, transform=False)[1]
+
+    return jax.jit(states, out_shardings=named_sharding(place.mesh, ())), _sequence_args(place, workload)
 
 
 def _sequence_args(place: Placement, workload: Workload) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ import optax
 from shardwise.models.parameters import Params, bind, init_params
 from shardwise.partition.constraints import Placement
 from shardwise.partition.plan import Plan, named_sharding
+from shardwise.steps.labels import label_cross_entropy
 from shardwise.steps.loss import cross_entropy
 from shardwise.steps.optimizer import learning_rate, make_optimizer, state_shardings
 from shardwise.steps.workload import Workload
@@ -65,11 +66,14 @@ def fresh_state(plan: Plan, mesh: jax.sharding.Mesh, workload: Workload, seed: i
 
 
 def loss_sum(place: Placement, workload: Workload, params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-    """Σ weight · (NLL + z-loss) of one micro-batch; a scalar."""
+    """Σ weight · (NLL + z-loss) of one micro-batch, over tokens or, of a classifier, sequences; a scalar."""
     model = bind(place.plan, params, stacked=True)
     hidden = model.hidden(
         place, batch["tokens"], batch["positions"], batch["segment_ids"], workload.remat, workload.kernel
     )
+    if place.plan.config.head == "labels":
+        logits = model.label_logits(place, hidden)
+        return label_cross_entropy(logits, batch["targets"], batch["weights"], workload.z_loss)
     return cross_entropy(
         place, hidden, model.head(place), batch["targets"], batch["weights"], workload.z_loss
     )

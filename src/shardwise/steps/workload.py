@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.errors import ConfigError
+from shardwise.models.config import ModelConfig
 from shardwise.partition.plan import Plan
 from shardwise.steps.optimizer import OptimizerConfig
 
-Task = Literal["train", "score", "logits", "prefill", "decode"]
+Task = Literal["train", "score", "logits", "hidden", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Workload:
 
     task: Task
     """`train`: loss, gradients, update. `score`: NLL of given targets, and likeliest ids. `logits`: all
-    logits of whole sequences. `prefill`: add T tokens a row to the cache and choose the next. `decode`: the
-    same for one token a row."""
+    logits of whole sequences. `hidden`: their last hidden states, without a head. `prefill`: add T tokens a
+    row to the cache and choose the next. `decode`: the same for one token a row."""
     batch: int
     """B: sequences over all devices."""
     length: int
@@ -56,6 +57,7 @@ class Workload:
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError when the sizes do not fit the plan's mesh."""
+        self._check_model(plan.config)
         multiple = plan.batch_multiple()
         axes = "×".join(plan.batch_axes())
         if self.batch % (multiple * self.grad_accum_steps):
@@ -83,3 +85,22 @@ class Workload:
             raise ConfigError(f"top_n is {self.top_n}; it must lie between 0 and the vocabulary's {vocab}")
         if self.top_n and self.task != "score":
             raise ConfigError(f"top_n has no effect on task {self.task!r}; only `score` lists ids")
+
+    def _check_model(self, config: ModelConfig) -> None:
+        """Refuse a task that this model cannot do, by what it lacks."""
+        if self.task in ("prefill", "decode") and not config.causal:
+            raise ConfigError(
+                f"task {self.task!r}: this model ({config.family}) is an encoder, which reads whole texts and"
+                " has no next token; use task score or logits (commands: `shardwise eval`, not `generate`)"
+            )
+        if self.task != "hidden" and config.head == "none":
+            raise ConfigError(
+                f"task {self.task!r}: this is the base model of {config.family} alone, without a head; use"
+                " task hidden, or give it a head with `shardwise finetune --objective mlm` (or classify)"
+            )
+        if self.task in ("prefill", "decode") and config.head != "vocab":
+            raise ConfigError(
+                f"task {self.task!r}: this model has no head over the vocabulary to choose from"
+            )
+        if self.top_n and config.head != "vocab":
+            raise ConfigError("top_n has no effect on a classifier; its logits are few enough to ask for all")
