@@ -17,7 +17,7 @@ from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import HeadSlots, Padding, round_up
 from shardwise.partition.plan import DATA_AXES, ActivationDecision, Decision, ParamSpec, Plan
 from shardwise.partition.presets import PRESETS
-from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec
+from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, spec_text
 
 HEAD_AXES = ("tp",)
 """Mesh axes over which the layouts `vocab` and `hidden` cut the output head."""
@@ -211,7 +211,7 @@ class _Decider:
         notes: list[str] = []
         spec: list[tuple[str, ...]] = []
         for logical, size, mesh_axes in zip(axes, use_shape, wanted, strict=True):
-            kept = _but_fsdp(mesh_axes)
+            kept = _gathered_last(_but_fsdp(mesh_axes))
             if size % mesh.size(kept):
                 held_once = logical == "kv_heads" and self.padding.heads.repeat > 1
                 if not (held_once or logical in self.uncut):  # which have notes of their own
@@ -267,7 +267,9 @@ class _Decider:
             put(asked)
             return []
         others = [dim for dim in range(len(axes)) if dim != asked and axes[dim] != "layers"]
-        paddable = [dim for dim in range(len(axes)) if axes[dim] not in ("layers", "embed", "vector")]
+        # A kernel is padded in store alone, so that its embed dim may be; a table would be padded at use too.
+        never = ("layers", "vector") if param.use.kind == "kernel" else ("layers", "vector", "embed")
+        paddable = [dim for dim in range(len(axes)) if axes[dim] not in never]
         free_first = sorted(others, key=lambda dim: (bool(spec[dim]), -shape[dim]))
         reason = f"fsdp {mesh.fsdp} does not divide {axes[asked]} {shape[asked]}"
         for dim in filter(divides, free_first):
@@ -285,7 +287,11 @@ class _Decider:
         def padded(dim: int) -> int:
             return round_up(shape[dim], mesh.size(spec[dim]) * mesh.fsdp)
 
-        dim = min(paddable, key=lambda dim: padded(dim) / shape[dim])
+        def cut_at_use(dim: int) -> bool:
+            return mesh.size([axis for axis in spec[dim] if axis not in DATA_AXES]) > 1
+
+        # Parts that other axes cut at use would end elsewhere with padding than without: moved at every use.
+        dim = min(paddable, key=lambda dim: (cut_at_use(dim), padded(dim) / shape[dim]))
         note = f"{reason} nor any other dim: {axes[dim]} stored as {padded(dim)} instead of {shape[dim]}"
         shape[dim] = padded(dim)
         put(dim)
@@ -315,7 +321,8 @@ class _Decider:
 
     def _decide_by_override(self, param: ParamSpec, override: Override) -> Decision:
         axes, use_shape = param.axes, self.padding.use_shape(param.axes)
-        spec = self._spec_of(param, override)
+        asked = self._spec_of(param, override)
+        spec = tuple(_gathered_last(mesh_axes) for mesh_axes in asked)
         for axis, size, mesh_axes in zip(axes, use_shape, spec, strict=True):
             cut = self.mesh.size(mesh_axes)
             if size % cut:
@@ -325,9 +332,15 @@ class _Decider:
                     f"override {override.text!r}: {'×'.join(mesh_axes)} = {cut} does not divide dim {axis} of"
                     f" {param.path}, which is {size}; {fix}"
                 )
+        notes = self._padding_notes(param, use_shape, spec, self.cuts)
+        if spec != asked:
+            notes.append(
+                f"override {override.text}: laid out as {spec_text(spec)}, so that what is gathered for use"
+                " lies together"
+            )
         return Decision(
             param.path, axes, param.init, param.use, self.padding.true_shape(axes), use_shape, use_shape,
-            spec, f"override {override.text}", tuple(self._padding_notes(param, use_shape, spec, self.cuts)),
+            spec, f"override {override.text}", tuple(notes),
         )  # fmt: skip
 
     def _padding_notes(
@@ -413,6 +426,11 @@ class _Decider:
 
 def _but_fsdp(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis != "fsdp")
+
+
+def _gathered_last(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes that are gathered for use behind those that cut it there: the parts are then contiguous."""
+    return tuple(sorted(axes, key=lambda axis: axis in DATA_AXES))
 
 
 def _not_divided(size: int) -> Callable[[int], bool]:

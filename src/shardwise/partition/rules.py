@@ -60,6 +60,7 @@ DEFAULT_POLICY: dict[str, Policy] = {
     "vector": "error",
     "q_per_kv": "error",
     "head_dim": "error",
+    "length": "error",
     "fsdp": "pad",
 }
 
