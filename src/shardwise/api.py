@@ -198,11 +198,12 @@ class Model:
             "positions": positions,
             "weights": np.zeros(tokens.shape, np.float32),
         }
-        rows = tokens.shape[0]
-        padded = {name: self._fill(array) for name, array in batch.items()}
-        step = self.step(task, padded["tokens"].shape[0], tokens.shape[1])
+        rows, length = tokens.shape
+        multiple = self.plan.length_multiple()
+        padded = {name: self._fill(array, multiple) for name, array in batch.items()}
+        step = self.step(task, *padded["tokens"].shape)
         out = step(self.params, put_rows(self.plan, self.mesh, padded))
-        return np.asarray(out.addressable_data(0))[:rows]
+        return np.asarray(out.addressable_data(0))[:rows, :length]
 
     def cached_logits(self, tokens: np.ndarray, prefill: int) -> np.ndarray:
         """Logits of given tokens through the cache: `prefill` at once, the rest one at a time.
@@ -263,10 +264,10 @@ class Model:
             raise ConfigError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
         return tokens
 
-    def _fill(self, array: np.ndarray) -> np.ndarray:
-        """Rows of zeros added so that the mesh divides the batch."""
-        missing = -array.shape[0] % self.plan.batch_multiple()
-        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+    def _fill(self, array: np.ndarray, length_multiple: int = 1) -> np.ndarray:
+        """[B, T] with zeros added so that the mesh divides the batch, and the length if need be."""
+        rows, length = array.shape
+        return np.pad(array, [(0, -rows % self.plan.batch_multiple()), (0, -length % length_multiple)])
 
 
 def _zeros(shapes: Any) -> Any:

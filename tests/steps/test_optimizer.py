@@ -118,7 +118,7 @@ def run(
 
     @jax.jit
     def update(grads: Any, state: Any, params: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params, grad_norm=optax.global_norm(grads))
         return optax.apply_updates(params, updates), state
 
     params = padded(start)
@@ -158,7 +158,7 @@ def test_decay_moves_matrices_and_embeddings_but_no_scale_and_no_bias() -> None:
     optimizer = make_optimizer(config, made)
     params = {d.path: np.ones(d.shape, np.float32) for d in made.decisions}
     zeros = jax.tree.map(np.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params, grad_norm=0.0)
     for path, update in updates.items():
         want = -0.5 * 0.1 if path.endswith(("kernel", "table")) else 0.0
         np.testing.assert_allclose(update, want, rtol=4 * FLOAT32, err_msg=path)

@@ -54,6 +54,27 @@ def dense(
     return y.reshape(*rows, *outputs)
 
 
+def kernel_gradient(x: jax.Array, g: jax.Array, num_inputs: int = 1, cpu: bool = False) -> jax.Array:
+    """The gradient of `dense`'s kernel, not yet rounded, so that other devices' parts can be added.
+
+    Args:
+        x: [B, T, inputs…], what the kernel was multiplied with.
+        g: [B, T, outputs…], the gradient of the product, in the same dtype.
+        num_inputs, cpu: as for `dense`.
+
+    Returns:
+        float32 (or wider) [outputs…, inputs…].
+    """
+    rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
+    outputs, wide = g.shape[len(rows) :], _wide(x)
+    if not cpu:
+        over_rows = (tuple(range(len(rows))),) * 2
+        return jax.lax.dot_general(g, x, (over_rows, ((), ())), preferred_element_type=wide)
+    g = jax.lax.optimization_barrier(g.reshape(*rows, math.prod(outputs)))
+    x, g = operands(True, math.prod(rows), x.reshape(*rows, math.prod(inputs)), g)
+    return _over_rows(x, g, wide).reshape(*outputs, *inputs)
+
+
 def operands(cpu: bool, rows: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays as a product of `rows` rows should take them.
 
@@ -93,18 +114,23 @@ def _many_rows_backward(
     out_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     dtypes = [array.dtype for array in saved]
-    wide, rows = _wide(saved[0]), tuple(range(cotangent.ndim - 1))
+    wide = _wide(saved[0])
     g = jax.lax.optimization_barrier(cotangent.astype(dtypes[0]))
     x, kernel, g = operands(True, g.size // g.shape[-1], *saved, g)
     dx = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
+    dw = _over_rows(x, g, wide)
+    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+
+
+def _over_rows(x: jax.Array, g: jax.Array, wide: jnp.dtype) -> jax.Array:
+    """The sum over rows of x […, inputs] times g […, outputs]: [outputs, inputs]."""
+    rows = tuple(range(x.ndim - 1))
     over_rows = ((rows, rows), ((), ()))
     if x.shape[-1] < g.shape[-1]:
         # the left operand is transposed first, together with what made it: let that be the smaller one
         dw = jax.lax.dot_general(x, g, over_rows, preferred_element_type=wide)
-        dw = jax.lax.optimization_barrier(dw).T
-    else:
-        dw = jax.lax.dot_general(g, x, over_rows, preferred_element_type=wide)
-    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+        return jax.lax.optimization_barrier(dw).T
+    return jax.lax.dot_general(g, x, over_rows, preferred_element_type=wide)
 
 
 _many_rows.defvjp(_many_rows_forward, _many_rows_backward)

@@ -7,7 +7,7 @@ partitioner. Not here: the form of a product that is fast (dense.py) and who pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -15,14 +15,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from shardwise.models.dense import dense, operands
-from shardwise.partition.constraints import Placement, ProductSpecs, summed_together
+from shardwise.models.dense import dense, kernel_gradient, operands
+from shardwise.partition.constraints import GradientSpecs, Placement, ProductSpecs, summed_together
 from shardwise.partition.padding import Padding
 from shardwise.partition.plan import Use, partition_spec
 from shardwise.partition.rules import Spec
 
 PRODUCT = "product"
 """Name of the products with kernels, for rematerialisation."""
+
+_Arrays = tuple[jax.Array, ...]
+_Repeats = tuple[jax.Array | None, ...]
+"""For each projection, which of its stored kv heads each slot takes; see Linear."""
 
 
 class Declare:
@@ -70,17 +74,6 @@ class Linear(nnx.Module):
         """
         return project(place, x, (self, repeat))[0]
 
-    def specs(self, place: Placement, repeat: jax.Array | None) -> ProductSpecs:
-        """How operand and result of its product lie."""
-        return ProductSpecs.of(place.plan, self.path + "kernel", repeat is not None)
-
-    def at_use(self, place: Placement, kernel: jax.Array, repeat: jax.Array | None) -> jax.Array:
-        """The kernel ready for its product: cast, gathered over `fsdp`, kv heads repeated."""
-        kernel = place.weight(self.path + "kernel", kernel)
-        if repeat is None:
-            return kernel
-        return place.constrain(jnp.take(kernel, repeat, axis=0), self.specs(place, repeat).kernel)
-
     def add_bias(self, place: Placement, y: jax.Array, repeat: jax.Array | None) -> jax.Array:
         """The product with the bias, where there is one."""
         if self.bias is None:
@@ -97,98 +90,130 @@ def project(
     Where their outputs are cut over `tp`, each device has a part of every sum that makes the operand's
     gradient: the parts of all projections are added up first and reduced once.
     """
-    repeats = tuple(repeat for _, repeat in projections)
-    product = jax.checkpoint(partial(_products, place, tuple(p for p, _ in projections)), prevent_cse=False)
-    kernels = tuple(linear.kernel[...] for linear, _ in projections)
-    named = (checkpoint_name(y, PRODUCT) for y in product(x, kernels, repeats))
-    return tuple(linear.add_bias(place, y, r) for y, (linear, r) in zip(named, projections, strict=True))
-
-
-def _products(
-    place: Placement,
-    linears: tuple[Linear, ...],
-    x: jax.Array,
-    kernels: tuple[jax.Array, ...],
-    repeats: tuple[jax.Array | None, ...],
-) -> tuple[jax.Array, ...]:
-    """Without biases, from kernels as they are stored.
-
-    What is made of the kernels (cast, gathered over `fsdp`) is made again in the backward pass: kept, it
-    would be every layer's whole weights at once.
-    """
-    pairs = list(zip(linears, repeats, strict=True))
-    specs = tuple(linear.specs(place, repeat) for linear, repeat in pairs)
-    ready = tuple(linear.at_use(place, k, r) for (linear, r), k in zip(pairs, kernels, strict=True))
-    paths = tuple(linear.path + "kernel" for linear in linears)
-    axes = summed_together(place.plan, paths, tuple(repeat is not None for repeat in repeats))
-    # An operand is held to its own cut first: the kernel's must not reach back into what made it.
-    if axes:
-        x = place.activation(linears[0].use.takes, x)
-        shared = _Shared(place, specs, axes, place.plan.activation(linears[0].use.takes))
-        ys = _summed(shared, x, ready)
-    else:
-        ys = tuple(
-            dense(
-                place.constrain(place.activation(linear.use.takes, x), s.operand),
-                k, linear.use.num_inputs, place.on_cpu and s.flat,
-            )
-            for s, k, linear in zip(specs, ready, linears, strict=True)
-        )  # fmt: skip
+    linears, repeats = zip(*projections, strict=True)
+    products = _Products(
+        place,
+        tuple(linear.path + "kernel" for linear in linears),
+        tuple(linear.use for linear in linears),
+        tuple(repeat is not None for repeat in repeats),
+    )
+    # The operand is held to its own cut first: the kernel's must not reach back into what made it.
+    x = place.constrain(x, products.takes)
+    ys = _multiplied(products, x, tuple(linear.kernel[...] for linear in linears), repeats)
     return tuple(
-        place.result(s, linear.use.gives, y) for s, y, linear in zip(specs, ys, linears, strict=True)
+        linear.add_bias(place, checkpoint_name(place.result(specs, linear.use.gives, y), PRODUCT), repeat)
+        for specs, linear, y, repeat in zip(products.specs, linears, ys, repeats, strict=True)
     )
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """Kernels of one operand whose outputs are cut over the same axes."""
+class _Products:
+    """Products of one operand with several kernels."""
 
     place: Placement
-    specs: tuple[ProductSpecs, ...]
-    axes: tuple[str, ...]
-    """Mesh axes over which the operand's gradient is made in parts."""
-    takes: Spec
-    """How the operand lies as an activation."""
+    paths: tuple[str, ...]
+    """Of the kernels."""
+    uses: tuple[Use, ...]
+    repeated: tuple[bool, ...]
+    """For each, whether its kv heads are repeated at use."""
 
-    def product(self, which: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """One of the products, of the operand as it lies as an activation."""
-        x = self.place.constrain(x, self.specs[which].operand)
-        return dense(x, kernel, 1, self.place.on_cpu and self.specs[which].flat)
+    @cached_property
+    def specs(self) -> tuple[ProductSpecs, ...]:
+        """How operand and result of each lie."""
+        each = zip(self.paths, self.repeated, strict=True)
+        return tuple(ProductSpecs.of(self.place.plan, path, repeated) for path, repeated in each)
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Mesh axes over which all kernels' parts of the operand's gradient are added up together; () if each
+        has a sum of its own."""
+        return summed_together(self.place.plan, self.paths, self.repeated)
+
+    @property
+    def takes(self) -> Spec:
+        """How the operand lies as an activation."""
+        return self.place.plan.activation(self.uses[0].takes)
 
     def scattered_dim(self, shape: tuple[int, ...]) -> int | None:
-        """The dim of the operand that lies cut over `axes`, so that each device needs its part of the sum."""
-        parts = self.place.plan.mesh.size(self.axes)
-        operand = self.specs[0].operand
+        """The dim of the operand that lies cut over `shared`: each device needs its part of the sum alone."""
+        parts, operand = self.place.plan.mesh.size(self.shared), self.specs[0].operand
         for dim, (cut, used) in enumerate(zip(self.takes, operand, strict=True)):
-            if cut == (*used, *self.axes) and shape[dim] % parts == 0:
+            if cut == (*used, *self.shared) and shape[dim] % parts == 0:
                 return dim
         return None
 
+    def ready(self, which: int, kernel: jax.Array, repeat: jax.Array | None) -> jax.Array:
+        """A stored kernel as it is used: cast, gathered over `fsdp`, kv heads repeated."""
+        kernel = self.place.weight(self.paths[which], kernel)
+        if repeat is None:
+            return kernel
+        return self.place.constrain(jnp.take(kernel, repeat, axis=0), self.specs[which].kernel)
+
+    def laid_out(self, which: int, x: jax.Array) -> jax.Array:
+        """The operand as a kernel takes it; where no sum is shared, moved there, and back, for it alone."""
+        x = x if self.shared else self.place.constrain(x, self.takes)
+        return self.place.constrain(x, self.specs[which].operand)
+
+    def product(self, which: int, x: jax.Array, ready: jax.Array) -> jax.Array:
+        """The product of a kernel as it is used."""
+        flat = self.place.on_cpu and self.specs[which].flat
+        return dense(self.laid_out(which, x), ready, self.uses[which].num_inputs, flat)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(shared: _Shared, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Products of x [B, T, D] with kernels [outputs…, D]."""
-    return tuple(shared.product(i, x, kernel) for i, kernel in enumerate(kernels))
+def _multiplied(products: _Products, x: jax.Array, kernels: _Arrays, repeats: _Repeats) -> _Arrays:
+    """Products [B, T, outputs…] of x [B, T, inputs…], without biases, with kernels as they are stored.
+
+    What is made of the kernels is made again in the backward pass: kept, it would be every layer's whole
+    weights at once.
+    """
+    each = enumerate(zip(kernels, repeats, strict=True))
+    return tuple(products.product(i, x, products.ready(i, *pair)) for i, pair in each)
 
 
-def _summed_forward(
-    shared: _Shared, x: jax.Array, kernels: tuple[jax.Array, ...]
-) -> tuple[tuple[jax.Array, ...], Any]:
-    return _summed(shared, x, kernels), (x, kernels)
+def _forward(
+    products: _Products, x: jax.Array, kernels: _Arrays, repeats: _Repeats
+) -> tuple[_Arrays, tuple[jax.Array, _Arrays, _Repeats]]:
+    return _multiplied(products, x, kernels, repeats), (x, kernels, repeats)
 
 
-def _summed_backward(
-    shared: _Shared, saved: tuple[jax.Array, tuple[jax.Array, ...]], gradients: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    (x, kernels), place, specs = saved, shared.place, shared.specs
-    gradients = tuple(place.constrain(g, s.product) for g, s in zip(gradients, specs, strict=True))
-    dim = shared.scattered_dim(x.shape)
+def _backward(
+    products: _Products, saved: tuple[jax.Array, _Arrays, _Repeats], gradients: _Arrays
+) -> tuple[jax.Array, _Arrays, tuple[None, ...]]:
+    (x, kernels, repeats), place = saved, products.place
+    pairs = list(zip(kernels, repeats, strict=True))
+    gradients = tuple(place.constrain(g, s.product) for g, s in zip(gradients, products.specs, strict=True))
+    ready = tuple(products.ready(i, *pair) for i, pair in enumerate(pairs))
+    if products.shared:
+        dx = _summed_once(products, x, ready, gradients)
+    else:
+        dx = _summed_apart(products, x, ready, gradients)
+    each = enumerate(zip(pairs, gradients, strict=True))
+    return (
+        dx,
+        tuple(_kernel_gradient(products, i, x, *pair, g) for i, (pair, g) in each),
+        (None,) * len(pairs),
+    )
 
-    def kernel_gradient(which: int) -> jax.Array:
-        (dw,) = jax.vjp(lambda k: shared.product(which, x, k), kernels[which])[1](gradients[which])
-        return dw
 
-    def local(gradients: tuple[jax.Array, ...], kernels: tuple[jax.Array, ...]) -> jax.Array:
+_multiplied.defvjp(_forward, _backward)
+
+
+def _summed_apart(products: _Products, x: jax.Array, ready: _Arrays, gradients: _Arrays) -> jax.Array:
+    """The gradient of x [B, T, inputs…], each kernel's part summed over devices alone."""
+
+    def part(which: int) -> jax.Array:
+        (dx,) = jax.vjp(lambda x: products.product(which, x, ready[which]), x)[1](gradients[which])
+        return dx
+
+    return reduce(jnp.add, [part(i) for i in reversed(range(len(ready)))])
+
+
+def _summed_once(products: _Products, x: jax.Array, ready: _Arrays, gradients: _Arrays) -> jax.Array:
+    """The same for kernels [outputs…, D] whose parts are added on each device and summed over `shared`."""
+    place, specs, dim = products.place, products.specs, products.scattered_dim(x.shape)
+
+    def local(gradients: _Arrays, kernels: _Arrays) -> jax.Array:
         total: Any = 0
         for g, kernel in zip(gradients, kernels, strict=True):
             flat = kernel.reshape(-1, kernel.shape[-1])
@@ -197,20 +222,56 @@ def _summed_backward(
             wide = jnp.promote_types(x.dtype, jnp.float32)
             total += jax.lax.dot_general(g, flat, (((2,), (0,)), ((), ())), preferred_element_type=wide)
         if dim is None:
-            return jax.lax.psum(total, shared.axes).astype(x.dtype)
-        return jax.lax.psum_scatter(total, shared.axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
+            return jax.lax.psum(total, products.shared).astype(x.dtype)
+        return jax.lax.psum_scatter(total, products.shared, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
-    dx = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=place.mesh,
         in_specs=(
             tuple(partition_spec(s.product) for s in specs),
             tuple(partition_spec(s.kernel) for s in specs),
         ),
-        out_specs=partition_spec(specs[0].operand if dim is None else shared.takes),
+        out_specs=partition_spec(specs[0].operand if dim is None else products.takes),
         check_vma=False,
-    )(gradients, kernels)
-    return dx, tuple(kernel_gradient(i) for i in range(len(kernels)))
+    )(gradients, ready)
 
 
-_summed.defvjp(_summed_forward, _summed_backward)
+def _kernel_gradient(
+    products: _Products, which: int, x: jax.Array, kernel: jax.Array, repeat: jax.Array | None, g: jax.Array
+) -> jax.Array:
+    """The gradient of a kernel, lying as it is stored; see GradientSpecs.
+
+    Left to the partitioner, the sum is reduced whole wherever padding, or adding up the copies of a kv head,
+    comes between it and the slice that a device keeps.
+    """
+    place, path, specs = products.place, products.paths[which], products.specs[which]
+    if place.mesh.size == 1:
+        ready = partial(products.ready, which, repeat=repeat)
+        (made,) = jax.vjp(lambda k: products.product(which, x, ready(k)), kernel)[1](g)
+        return made
+    to = GradientSpecs.of(place.plan, path, repeat is not None)
+    whole = tuple(n // place.plan.mesh.size(axes) for n, axes in zip(to.shape, to.part, strict=True))
+
+    def local(x: jax.Array, g: jax.Array, *slots: jax.Array) -> jax.Array:
+        part = kernel_gradient(x, g, products.uses[which].num_inputs, place.on_cpu)
+        for kv_heads in slots:
+            part = jnp.zeros((whole[0], *part.shape[1:]), part.dtype).at[kv_heads].add(part)
+        part = jnp.pad(part, [(0, size - have) for size, have in zip(whole, part.shape, strict=True)])
+        for dim, axes in to.scattered:
+            part = jax.lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+        part = jax.lax.psum(part, to.rest) if to.rest else part
+        return part.astype(place.compute_dtype).astype(kernel.dtype)
+
+    slots = () if repeat is None else (repeat,)
+    made = jax.shard_map(
+        local,
+        mesh=place.mesh,
+        in_specs=(
+            partition_spec(specs.operand), partition_spec(specs.product),
+            *(partition_spec(specs.kernel[:1]) for _ in slots),
+        ),
+        out_specs=partition_spec(to.spec),
+        check_vma=False,
+    )(products.laid_out(which, x), g, *slots)  # fmt: skip
+    return place.constrain(made, place.plan[path].spec[-made.ndim :])

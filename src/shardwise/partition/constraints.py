@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
 
-from shardwise.partition.plan import Plan, named_sharding
+from shardwise.partition.plan import DATA_AXES, Plan, named_sharding
 from shardwise.partition.rules import Spec
 
 
@@ -58,6 +58,48 @@ class ProductSpecs:
         rows = tuple(tuple(axis for axis in axes if axis not in used) for axes in gives[:2])
         flat = not any(outputs[1:]) and not any(inputs[1:])
         return cls(kernel, (*rows, *inputs), (*rows, *outputs), flat, any(inputs))
+
+
+@dataclass(frozen=True)
+class GradientSpecs:
+    """How a kernel's gradient is added up over devices and comes to lie as the kernel is stored.
+
+    Each device has a part of the sum, over its own rows and its own copies of kv heads. It is padded as the
+    kernel is, scattered over the axes that were gathered for use, and reduced over the rest.
+    """
+
+    shape: tuple[int, ...]
+    """Of the kernel as stored, without the layers' dim."""
+    part: Spec
+    """How a device's part lies: as the kernel at use, but all kv heads that are held once."""
+    scattered: tuple[tuple[int, tuple[str, ...]], ...]
+    """(dim, mesh axes) of each scatter."""
+    rest: tuple[str, ...]
+    """Mesh axes of the reduction."""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, plan: Plan, path: str, repeated: bool) -> GradientSpecs:
+        """Those of the kernel at `path`, without mesh axes of one device; `repeated` as for ProductSpecs."""
+        decision, specs = plan[path], ProductSpecs.of(plan, path, repeated)
+        stored = decision.spec[decision.stacked :]
+        part = decision.at_use()[decision.stacked :]
+        differ = (*specs.operand[:2], specs.kernel[0] if repeated else ())
+        parts = {axis for axes in differ for axis in axes if plan.mesh.sizes[axis] > 1}
+        fetched = [tuple(axis for axis in axes if axis in parts and axis in DATA_AXES) for axes in stored]
+        rest = parts - {axis for axes in fetched for axis in axes}
+        return cls(
+            decision.shape[decision.stacked :],
+            part,
+            tuple((dim, axes) for dim, axes in enumerate(fetched) if axes),
+            tuple(axis for axis in plan.mesh.sizes if axis in rest),
+        )
+
+    @property
+    def spec(self) -> Spec:
+        """How the sum lies in the end."""
+        fetched = dict(self.scattered)
+        return tuple((*axes, *fetched.get(dim, ())) for dim, axes in enumerate(self.part))
 
 
 def summed_together(plan: Plan, paths: Sequence[str], repeated: Sequence[bool]) -> tuple[str, ...]:
@@ -107,12 +149,11 @@ class Placement:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """`x` held to `spec`; nothing to hold on a single device, and a dim of one element stays whole (the
-        length in decoding)."""
+        """`x` held to `spec`; on a single device there is nothing to hold."""
         if self.mesh.size == 1:
             return x
-        fitting = tuple(axes if size > 1 else () for axes, size in zip(spec, x.shape, strict=True))
-        return with_sharding_constraint(x, named_sharding(self.mesh, fitting))
+        assert len(spec) == x.ndim, f"{spec} does not fit {x.shape}"
+        return with_sharding_constraint(x, named_sharding(self.mesh, spec))
 
     def result(self, specs: ProductSpecs, name: str, y: jax.Array) -> jax.Array:
         """The result of a product as the named activation."""

@@ -17,7 +17,15 @@ from shardwise.partition.padding import HeadSlots, Padding, round_up
 from shardwise.partition.plan import DATA_AXES, ActivationDecision, Decision, ParamSpec, Plan
 from shardwise.partition.presets import PRESETS
 from shardwise.partition.refusals import Refusals
-from shardwise.partition.rules import ACTIVATIONS, HeadLayout, Override, Rules, Spec, activation_text
+from shardwise.partition.rules import (
+    ACTIVATIONS,
+    HeadLayout,
+    Override,
+    Rules,
+    Spec,
+    activation_text,
+    spec_text,
+)
 
 _NEVER_PADDED = (
     "layers", "embed", "word_embed", "vector", "word_vector", "positions", "token_types", "labels", "experts",
@@ -223,7 +231,7 @@ class _Decider:
         notes: list[str] = []
         spec: list[tuple[str, ...]] = []
         for logical, size, mesh_axes in zip(axes, use_shape, wanted, strict=True):
-            kept = _but_fsdp(mesh_axes)
+            kept = _gathered_last(_but_fsdp(mesh_axes))
             if size % mesh.size(kept):
                 held_once = logical == "kv_heads" and self.padding.heads.repeat > 1
                 if not (held_once or logical in self.uncut):  # which have notes of their own
@@ -277,7 +285,10 @@ class _Decider:
             put(asked)
             return []
         others = [dim for dim in range(len(axes)) if dim != asked and axes[dim] != "layers"]
-        paddable = [dim for dim in range(len(axes)) if axes[dim] not in _NEVER_PADDED]
+        # A kernel is padded in store alone, so that its embed dim may be; a table would be padded at use too.
+        may = ("embed", "word_embed") if param.use.kind == "kernel" else ()
+        paddable = [dim for dim, axis in enumerate(axes) if axis in may or axis not in _NEVER_PADDED]
+        paddable = [] if param.use.kind == "expert" else paddable
         free_first = sorted(others, key=lambda dim: (bool(spec[dim]), -shape[dim]))
         reason = f"fsdp {mesh.fsdp} does not divide {axes[asked]} {shape[asked]}"
         for dim in filter(divides, free_first):
@@ -293,7 +304,11 @@ class _Decider:
         def padded(dim: int) -> int:
             return round_up(shape[dim], mesh.size(spec[dim]) * mesh.fsdp)
 
-        dim = min(paddable, key=lambda dim: padded(dim) / shape[dim])
+        def cut_at_use(dim: int) -> bool:
+            return mesh.size([axis for axis in spec[dim] if axis not in DATA_AXES]) > 1
+
+        # Parts that other axes cut at use would end elsewhere with padding than without: moved at every use.
+        dim = min(paddable, key=lambda dim: (cut_at_use(dim), padded(dim) / shape[dim]))
         note = f"{reason}: {axes[dim]} stored as {padded(dim)} instead of {shape[dim]}"
         shape[dim] = padded(dim)
         put(dim)
@@ -320,13 +335,20 @@ class _Decider:
 
     def _decide_by_override(self, param: ParamSpec, override: Override) -> Decision:
         axes, use_shape = param.axes, self.padding.use_shape(param.axes)
-        spec = self._spec_of(param, override)
+        asked = self._spec_of(param, override)
+        spec = tuple(_gathered_last(mesh_axes) for mesh_axes in asked)
         for dim, (size, mesh_axes) in enumerate(zip(use_shape, spec, strict=True)):
             if size % self.mesh.size(mesh_axes):
                 raise self.refusals.not_divided(override, param, dim, mesh_axes)
+        notes = self._padding_notes(param, use_shape, spec, self.cuts)
+        if spec != asked:
+            notes.append(
+                f"override {override.text}: laid out as {spec_text(spec)}, so that what is gathered for use"
+                " lies together"
+            )
         return Decision(
             param.path, axes, param.init, param.use, self.padding.true_shape(axes), use_shape, use_shape,
-            spec, f"override {override.text}", tuple(self._padding_notes(param, use_shape, spec, self.cuts)),
+            spec, f"override {override.text}", tuple(notes),
         )  # fmt: skip
 
     def _padding_notes(
@@ -433,6 +455,11 @@ class _Decider:
 
 def _but_fsdp(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis != "fsdp")
+
+
+def _gathered_last(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes that are gathered for use behind those that cut it there: the parts are then contiguous."""
+    return tuple(sorted(axes, key=lambda axis: axis in DATA_AXES))
 
 
 def _not_divided(size: int) -> Callable[[int], bool]:

@@ -7,10 +7,12 @@ and no devices. Not here: making one (decide.py), files of plans (plan_file.py),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.errors import ConfigError
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import Padding
 from shardwise.partition.rules import HeadLayout, Override, Rules, Spec
@@ -177,6 +179,36 @@ class Plan:
     def batch_multiple(self) -> int:
         """The batch must be a multiple of this: the product of the sizes of the axes that split it."""
         return self.mesh.size(self.batch_axes())
+
+    def length_multiple(self) -> int:
+        """Rows of a multiple of this many tokens can be cut as the activations are."""
+        return math.lcm(*(self.mesh.size(a.spec[1]) for a in self.activations if a.name != "kv_cache"))
+
+    def at_length(self, length: int) -> Plan:
+        """The plan as a step over this many tokens a row follows it.
+
+        What is cut over the length stays whole where its axes do not divide it, if the policy of `length` is
+        replicate; a single token is always whole. The cache has a length of its own.
+
+        Raises:
+            ConfigError: the policy is error.
+        """
+        at = tuple(self._at_length(a, length) for a in self.activations)
+        return self if at == self.activations else replace(self, activations=at)
+
+    def _at_length(self, a: ActivationDecision, length: int) -> ActivationDecision:
+        axes, parts = a.spec[1], self.mesh.size(a.spec[1])
+        if a.name == "kv_cache" or length % parts == 0:
+            return a
+        cut = f"{'×'.join(axes)} {parts} does not divide length {length}"
+        if length > 1 and self.rules.policy_of["length"] == "error":
+            near = " or ".join(str(n) for n in (length // parts * parts, -(-length // parts) * parts) if n)
+            raise ConfigError(
+                f"activation {a.name!r}: {cut}; take a multiple, such as {near}, or set the policy of"
+                " 'length' to replicate"
+            )
+        note = (f"{cut}: whole on each device (policy replicate)",) if length > 1 else ()
+        return replace(a, spec=(a.spec[0], (), *a.spec[2:]), notes=a.notes + note)
 
     def sharding(self, mesh: jax.sharding.Mesh, path: str) -> jax.sharding.NamedSharding:
         """Sharding of the stored parameter on `mesh`."""

@@ -77,6 +77,7 @@ DEFAULT_POLICY: dict[str, Policy] = {
     "experts": "error",
     "q_per_kv": "error",
     "head_dim": "error",
+    "length": "error",
     "fsdp": "pad",
 }
 

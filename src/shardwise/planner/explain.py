@@ -129,6 +129,7 @@ def explain(plan: Plan, workload: Workload) -> Explanation:
         ConfigError: sizes of the workload that do not fit the plan's mesh.
     """
     ledger = predict(plan, workload)
+    plan = ledger.plan
     tensors = tuple(_tensor(ledger, d) for d in plan.decisions)
     owned = {id(c) for t in tensors for c in t.collectives}
     others = tuple(c for c in ledger.collectives if id(c) not in owned)

@@ -40,6 +40,7 @@ class Memory:
 def memory(plan: Plan, workload: Workload) -> Memory:
     """Memory by class for one step."""
     ledger = Ledger(plan, workload)
+    plan = ledger.plan
     held = parameter_bytes(plan, workload.param_dtype)
     trains = workload.task == "train"
     cache = 0

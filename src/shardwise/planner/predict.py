@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.models.attention import query_block
-from shardwise.partition.constraints import ProductSpecs, summed_together
-from shardwise.partition.plan import DATA_AXES, Decision, Plan
+from shardwise.partition.constraints import GradientSpecs, ProductSpecs, summed_together
+from shardwise.partition.plan import Decision, Plan
 from shardwise.partition.rules import ACTIVATIONS, Spec
 from shardwise.planner.collectives import Collective, Op, Phase
 from shardwise.steps.loss import chunks_of
@@ -46,9 +46,13 @@ class Ledger:
     """A prediction in the making: the step's sizes, and the records so far."""
 
     plan: Plan
+    """As the step follows it."""
     workload: Workload
     collectives: list[Collective] = field(default_factory=list)
     flops: list[Flops] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.plan = self.workload.followed(self.plan)
 
     @property
     def trains(self) -> bool:
@@ -82,12 +86,8 @@ class Ledger:
         return tuple(sizes[axis] for axis in ACTIVATIONS[name])
 
     def local(self, shape: Sequence[int], spec: Spec) -> int:
-        """Elements on one device of an array cut as `spec` says; a dim of one element stays whole."""
-        parts = (
-            size // self.plan.mesh.size(axes) if size > 1 else 1
-            for size, axes in zip(shape, spec, strict=True)
-        )
-        return math.prod(parts)
+        """Elements on one device of an array cut as `spec` says."""
+        return math.prod(size // self.plan.mesh.size(axes) for size, axes in zip(shape, spec, strict=True))
 
     def chunks(self, vocab: int) -> tuple[int, int]:
         """Positions per chunk of a loss or of scores, and number of chunks; `vocab` is a device's ids."""
@@ -110,8 +110,6 @@ class Ledger:
         cause: str, note: str = "", in_loop: bool = False,
     ) -> None:  # fmt: skip
         """Record what it takes to lay an array out anew: parts are dropped freely, moved, then gathered."""
-        before = tuple(axes if size > 1 else () for axes, size in zip(before, shape, strict=True))
-        after = tuple(axes if size > 1 else () for axes, size in zip(after, shape, strict=True))
         kept_somewhere = {axis for axes in after for axis in axes}
         moving = [a for b, c in zip(before, after, strict=True) for a in b if a not in c]
         fresh = {a for b, c in zip(before, after, strict=True) for a in c if a not in b}
@@ -141,7 +139,7 @@ class Ledger:
         """
         spread = self.spread(axes)
         held = {axis for cut in before for axis in cut}
-        kept = {axis for cut, size in zip(after, shape, strict=True) for axis in cut if size > 1} - held
+        kept = {axis for cut in after for axis in cut} - held
         scattered = bool(spread) and set(spread) <= kept
         op: Op = "reduce-scatter" if scattered else "all-reduce"
         self.add(op, spread, self.wide, self.local(shape, before), count, phase, cause,
@@ -160,8 +158,8 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
     from shardwise.planner.predict_head import predict_ends
     from shardwise.planner.predict_moe import predict_experts
 
-    workload.check(plan)
     ledger = Ledger(plan, workload)
+    plan = ledger.plan
     together = _summed_together(plan)
     for decision in plan.decisions:
         if decision.use.kind == "kernel":
@@ -293,7 +291,7 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
             x_shape, outputs, specs.operand, takes, count, "backward", path, what, in_loop
         )  # fmt: skip
     ledger.flops.append(Flops(path, "backward", 2 * amount))
-    _weight_gradient(ledger, d, ledger.local(used, specs.kernel), repeated, specs, count, in_loop)
+    _weight_gradient(ledger, d, repeated, count, in_loop)
 
 
 def made_again(plan: Plan, path: str) -> bool:
@@ -309,46 +307,45 @@ def made_again(plan: Plan, path: str) -> bool:
     return path not in (ends if plan.config.parallel != "no" else ends[-1:])
 
 
-def _weight_gradient(
-    ledger: Ledger, d: Decision, elements: int, repeated: bool, specs: ProductSpecs, count: int, in_loop: bool
-) -> None:
-    """The kernel's gradient, summed over devices that saw other rows: scattered over fsdp, then reduced."""
-    rows = {axis for axes in specs.operand[:2] for axis in axes}
-    path = d.path
-    cut = {axis for axes in d.spec for axis in axes}
-    # Copies of a kv head are added up in between, and padding for fsdp is added: then nothing is scattered.
-    whole = repeated or d.shape != d.use_shape
-    scattered = () if whole else ledger.spread([axis for axis in DATA_AXES if axis in rows & cut])
-    if scattered:
-        ledger.add("reduce-scatter", scattered, ledger.wide, elements, count, "backward", path,
+def _weight_gradient(ledger: Ledger, d: Decision, repeated: bool, count: int, in_loop: bool) -> None:
+    """The kernel's gradient, summed over devices: scattered over what was gathered, then reduced."""
+    to = GradientSpecs.of(ledger.plan, d.path, repeated)
+    elements = ledger.local(to.shape, to.part)
+    for _, axes in to.scattered:
+        ledger.add("reduce-scatter", axes, ledger.wide, elements, count, "backward", d.path,
                    "gradient summed and scattered", in_loop)  # fmt: skip
-        elements //= ledger.plan.mesh.size(scattered)
-        rows -= set(scattered)
-    ledger.add("all-reduce", sorted(rows), ledger.wide, elements, count, "backward", path,
-               "gradient summed over the batch", in_loop)  # fmt: skip
-    if repeated:
-        slots = specs.kernel[0]
-        stored = math.prod(d.use_shape[d.stacked :])
-        ledger.add("all-reduce", slots, ledger.compute, stored, count, "backward", path,
-                   "gradients of a kv head's copies added", in_loop)  # fmt: skip
+        elements //= ledger.plan.mesh.size(axes)
+    copies = " and over the copies of kv heads" if repeated else ""
+    ledger.add("all-reduce", to.rest, ledger.wide, elements, count, "backward", d.path,
+               f"gradient summed over the batch{copies}", in_loop)  # fmt: skip
 
 
 def _vector(ledger: Ledger, d: Decision) -> None:
-    """A norm's scale or a bias: nothing forward, its gradient summed over the batch."""
-    if not ledger.trains:
-        return
+    """A norm's scale or a bias: gathered where it lies cut and its activation does not; its gradient is made
+    as the activation lies and summed over the batch."""
     count, in_loop = layer_runs(ledger, d)
     gives = ledger.plan.activation(d.use.gives or "residual")
-    elements = ledger.local(d.use_shape[d.stacked :], d.at_use()[d.stacked :])
-    own = len(d.axes) - d.stacked
-    if d.path == "embed/token_types":  # of which the first row alone is used
-        elements, own = elements // d.use_shape[0], 1
-    for axes in gives[: len(gives) - own]:
-        ledger.add("all-reduce", axes, ledger.compute, elements, count, "backward", d.path,
+    skip = d.stacked + (d.path == "embed/token_types")  # of which the first row alone is used
+    stored, held, shape = d.spec[skip:], d.at_use()[skip:], d.use_shape[skip:]
+    rows, own = gives[: len(gives) - len(shape)], gives[len(gives) - len(shape) :]
+    repeated, c, path = _repeated(ledger.plan, d), ledger.compute, d.path
+    ledger.reshard(
+        d.shape[skip:], stored, held, c, count, "forward", path, "gathered just before use", in_loop
+    )
+    made = (ledger.plan.padding.heads.slots, *shape[1:]) if repeated else shape
+    if not repeated:
+        ledger.reshard(shape, held, own, c, count, "forward", path, f"laid out as {d.use.gives}", in_loop)
+    if not ledger.trains:
+        return
+    elements = ledger.local(made, own)
+    for axes in rows:
+        ledger.add("all-reduce", axes, c, elements, count, "backward", path,
                    "gradient summed over the batch", in_loop)  # fmt: skip
-    if _repeated(ledger.plan, d):
-        ledger.add("all-reduce", gives[2], ledger.compute, elements, count, "backward", d.path,
+    if repeated:
+        ledger.add("all-reduce", own[0], c, math.prod(shape), count, "backward", path,
                    "gradients of a kv head's copies added", in_loop)  # fmt: skip
+    else:
+        ledger.reshard(shape, own, stored, c, count, "backward", path, "gradient laid out as stored", in_loop)
 
 
 def _attention(ledger: Ledger) -> None:
@@ -372,14 +369,13 @@ def _attention(ledger: Ledger) -> None:
 
 
 def _update(ledger: Ledger) -> None:
-    """Sums of single numbers: trained tokens, and the gradients' global norm (for the log and clipping)."""
-    plan, optimizer = ledger.plan, ledger.workload.optimizer
+    """Sums of single numbers: trained tokens, and the gradients' global norm."""
+    plan = ledger.plan
     ledger.add("all-reduce", plan.batch_axes(), "float32", 1, 1, "update", "tokens", "trained tokens counted")
-    times = 2 if optimizer is not None and optimizer.max_grad_norm else 1
     dtype = "float64" if ledger.workload.param_dtype == "float64" else "float32"
     for d in plan.decisions:
         for axes in d.spec:
-            ledger.add("all-reduce", axes, dtype, 1, times, "update", d.path,
+            ledger.add("all-reduce", axes, dtype, 1, 1, "update", d.path,
                        "its part of the global norm")  # fmt: skip
 
 

@@ -106,8 +106,9 @@ def stream(
     stops = frozenset(stop_ids)
     length = min(round_up(longest, CAPACITY_STEP), model.config.max_position)
     capacity = min(round_up(length + max_new_tokens, CAPACITY_STEP), model.config.max_position)
-    # Rules may cut the cache over its length.
-    capacity = round_up(capacity, model.plan.mesh.size(model.plan.activation("kv_cache")[1]))
+    # Rules may cut activations, and the cache, over the length.
+    length = round_up(length, model.plan.length_multiple())
+    capacity = round_up(max(capacity, length), model.plan.mesh.size(model.plan.activation("kv_cache")[1]))
     batch = round_up(len(prompts), model.plan.batch_multiple())
     choose = "greedy" if sampling.temperature == 0 else "sample"
     options: dict[str, Any] = {"capacity": capacity, "choose": choose}

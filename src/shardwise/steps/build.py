@@ -75,7 +75,7 @@ def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = N
 
 @lru_cache(maxsize=64)
 def _build(plan: Plan, workload: Workload, mesh: jax.sharding.Mesh) -> Step:
-    place = Placement(plan, mesh, jnp.dtype(workload.compute_dtype))
+    place = Placement(workload.followed(plan), mesh, jnp.dtype(workload.compute_dtype))
     make = {
         "train": _train, "score": _score, "logits": _logits, "hidden": _states, "prefill": _cached,
         "decode": _cached,

@@ -69,7 +69,9 @@ def cross_entropy(
         return value, tuple(gradients)
 
     def backward(gradients: tuple[jax.Array, HeadValues], cotangent: jax.Array) -> Any:
-        return jax.tree.map(lambda g, x: (g * cotangent).astype(x.dtype), gradients, given)
+        dx, dw = jax.tree.map(lambda g, x: (g * cotangent).astype(x.dtype), gradients, given)
+        # Held as it was made: else it may be gathered before the cast, twice as wide.
+        return place.constrain(dx, (place.spread("batch"), (), head.weight.contract_axes)), dw
 
     total.defvjp(forward, backward)
     return total(*given)

@@ -64,9 +64,10 @@ def learning_rate(config: OptimizerConfig, step: jax.Array | int) -> jax.Array:
     return config.learning_rate * jnp.where(step <= config.warmup_steps, rise, fall)
 
 
-def make_optimizer(config: OptimizerConfig, plan: Plan) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, plan: Plan) -> optax.GradientTransformationExtraArgs:
     """The update rule for the flat dict of this Plan's parameters.
 
+    Its `update` takes one argument more, `grad_norm`: the gradients' global norm, which the caller logs too.
     Exact on padded parameters: padding has zero gradients, so it adds nothing to the norm and stays zero.
     """
     decays = {d.path: d.init == "normal" for d in plan.decisions}
@@ -76,8 +77,20 @@ def make_optimizer(config: OptimizerConfig, plan: Plan) -> optax.GradientTransfo
         optax.scale_by_learning_rate(lambda count: learning_rate(config, count + 1)),
     ]
     if config.max_grad_norm:
-        steps.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
-    return optax.chain(*steps)
+        steps.insert(0, _clip(config.max_grad_norm))
+    return optax.with_extra_args_support(optax.chain(*steps))
+
+
+def _clip(most: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm by a norm that is known already: on a mesh each is a sum over all devices."""
+
+    def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: jax.Array, **_: Any) -> Any:
+        def clipped(g: jax.Array) -> jax.Array:
+            return jnp.where(grad_norm < most, g, (g / grad_norm.astype(g.dtype)) * most)
+
+        return jax.tree.map(clipped, gradients), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, state: Any) -> Any:

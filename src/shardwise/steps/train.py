@@ -124,7 +124,7 @@ def train_step(
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients, tokens = loss_and_gradients(place, workload, state.params, batch)
         norm = optax.global_norm(gradients)
-        updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+        updates, inner = optimizer.update(gradients, state.optimizer, state.params, grad_norm=norm)
         params = optax.apply_updates(state.params, updates)
         some = tokens > 0
         schedule = inner[-1]  # counts every step: the rate applied is the one logged

@@ -55,6 +55,15 @@ class Workload:
         assert self.optimizer is not None, "training needs an optimizer"
         return self.optimizer
 
+    def followed(self, plan: Plan) -> Plan:
+        """The plan as this step follows it: for its number of tokens a row (Plan.at_length).
+
+        Raises:
+            ConfigError: sizes that do not fit the plan.
+        """
+        self.check(plan)
+        return plan.at_length(self.length)
+
     def check(self, plan: Plan) -> None:
         """Raise ConfigError when the sizes do not fit the plan's mesh."""
         self._check_model(plan.config)
