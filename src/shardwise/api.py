@@ -27,6 +27,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import Params, plan_model, unstack
 from shardwise.partition.constraints import Placement
 from shardwise.partition.mesh import MeshSpec, build_mesh, default_mesh
+from shardwise.partition.padding import round_up
 from shardwise.partition.plan import Plan
 from shardwise.partition.presets import load_rules
 from shardwise.partition.rows import put_rows
@@ -221,18 +222,20 @@ class Model:
         rows, length = tokens.shape
         filled = self._fill(tokens)
         batch = filled.shape[0]
-        cache = self.empty_cache(batch, length)
+        multiple = self.plan.length_multiple()
+        capacity = round_up(length, multiple)  # rules may cut activations over the length
+        cache = self.empty_cache(batch, capacity)
         kind = np.float64 if self.compute_dtype == "float64" else np.float32
         out = np.full((rows, length, self.config.vocab_size), np.nan, kind)
-        first = self.step("prefill", batch, prefill, capacity=length, choose="logits")
-        later = self.step("decode", batch, 1, capacity=length, choose="logits")
         for start, stop in [(0, prefill), *((at, at + 1) for at in range(prefill, length))]:
-            step = first if start == 0 else later
             if outgrown(self.config, np.array([start]), np.array([stop])):
                 start, cache = 0, self.emptied(cache)
-                step = self.step("prefill", batch, stop, capacity=length, choose="logits")
+            task: Task = "prefill" if start == 0 else "decode"
+            width = round_up(stop, multiple) if start == 0 else 1
+            step = self.step(task, batch, width, capacity=capacity, choose="logits")
+            new = np.pad(filled[:, start:stop], [(0, 0), (0, width - (stop - start))])
             counts = np.full((batch,), stop - start, np.int32)
-            given = put_rows(self.plan, self.mesh, {"tokens": filled[:, start:stop], "counts": counts})
+            given = put_rows(self.plan, self.mesh, {"tokens": new, "counts": counts})
             logits, cache = step(self.decode_params, cache, given["tokens"], given["counts"], None)
             out[:, stop - 1] = np.asarray(logits.addressable_data(0))[:rows]
         return out

@@ -91,7 +91,7 @@ def _decoded_by_one(config: ModelConfig) -> np.ndarray:
 
 
 def decoded(plan: Plan) -> np.ndarray:
-    """Logits [B, 2, V] through the cache: of a prefill of 5 tokens, and of one more."""
+    """Logits [B, 2, V] through the cache: of a prefill of 4 tokens, and of one more."""
     mesh, params = _placed(plan, "float32")
     layers: dict[str, jax.Array] = {}
     for d in plan.decisions:
@@ -101,9 +101,9 @@ def decoded(plan: Plan) -> np.ndarray:
             path: jax.device_put(part, sharding)
             for path, part in zip(layer_paths(plan, d.path), parts, strict=True)
         }
-    tokens = np.random.default_rng(5).integers(0, plan.config.vocab_size, (ROWS, 6), np.int32)
+    tokens = np.random.default_rng(5).integers(0, plan.config.vocab_size, (ROWS, 5), np.int32)
     found, cache = [], None
-    for task, start, stop in (("prefill", 0, 5), ("decode", 5, 6)):
+    for task, start, stop in (("prefill", 0, 4), ("decode", 4, 5)):
         workload = Workload(task, ROWS, stop - start, capacity=LENGTH, choose="logits")
         step = build_step(plan, workload, tuple(mesh.devices.flat))
         if cache is None:

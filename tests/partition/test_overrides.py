@@ -155,6 +155,6 @@ def test_an_override_whose_axes_do_not_divide_the_dim_is_refused_with_both_sizes
     with pytest.raises(ConfigError, match="tp = 5 does not divide dim embed of embed/table, which is 48"):
         plan("embed/table=None,tp", tp=5)
     with pytest.raises(
-        ConfigError, match="fsdp×tp = 32 does not divide dim embed of embed/table, which is 48"
+        ConfigError, match="tp×fsdp = 32 does not divide dim embed of embed/table, which is 48"
     ):
         plan("embed/table=None,(fsdp,tp)", fsdp=8, tp=4)

@@ -287,7 +287,9 @@ def test_fsdp_on_a_dim_that_is_padded_for_tp_does_not_pad_it_where_another_dim_d
     assert up.notes == ("fsdp 3 does not divide mlp 50: cuts embed 45 instead, at the same cost",)
 
 
-def test_fsdp_never_pads_embed_whichever_dim_its_rule_names() -> None:
+def test_fsdp_pads_a_dim_that_tp_does_not_cut_whichever_dim_its_rule_names() -> None:
     made = plan({}, {"mlp": ("tp", "fsdp"), "embed": ()}, fsdp=7, tp=2)["layers/mlp/up_proj/kernel"]
-    assert made.shape == (2, 56, 45) and made.spec == ((), ("tp", "fsdp"), ())
-    assert made.notes == ("fsdp 7 does not divide mlp 50 nor any other dim: mlp stored as 56 instead of 50",)
+    assert made.shape == (2, 50, 49) and made.spec == ((), ("tp",), ("fsdp",))
+    assert made.notes == (
+        "fsdp 7 does not divide mlp 50 nor any other dim: embed stored as 49 instead of 45",
+    )

@@ -58,11 +58,12 @@ class Case:
 
     @property
     def workload(self) -> Workload:
-        return Workload(
+        made = Workload(
             self.task, ROWS, 1 if self.task == "decode" else LENGTH,
             capacity=16 if self.task in ("prefill", "decode") else 0,
-            optimizer=OptimizerConfig() if self.task == "train" else None, **dict(self.more),
+            optimizer=OptimizerConfig() if self.task == "train" else None,
         )  # fmt: skip
+        return replace(made, **dict(self.more))
 
     @property
     def audit(self) -> Audit:
