@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -146,7 +146,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     family = get_family(config.family)
     keys = family.config_to_hf(config)
-    back = family.config_from_hf(keys)
+    config, back = _settled(config), _settled(family.config_from_hf(keys))
     lost = [
         f"{f.name} {getattr(config, f.name)!r} (it would read back as {getattr(back, f.name)!r})"
         for f in fields(config)
@@ -179,3 +179,10 @@ def with_head(hf_config: Mapping[str, Any], head: Head, labels: Sequence[str] = 
 
 
 _OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task")
+
+
+def _settled(config: ModelConfig) -> ModelConfig:
+    """The same config with rotary factors stated that would follow from others: a file may state them."""
+    if config.rope.kind not in ("yarn", "longrope"):
+        return config
+    return replace(config, rope=replace(config.rope, attention_factor=config.rope.attention_scaling))
