@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.families.presets_more import MORE
 
 _LLAMA3_1 = {
     "rope_type": "llama3",
@@ -53,6 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         128256, 3072, 28, 24, 8, 8192, 131072, rope_theta=5e5, rope_scaling=_LLAMA3_1 | {"factor": 32.0},
         tie_word_embeddings=True, head_dim=128,
     ),
+    **MORE,
 }  # fmt: skip
 
 
