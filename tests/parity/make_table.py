@@ -46,7 +46,7 @@ def row(cases: list[FamilyCase]) -> str:
             folder = Path(name)
             model = load_on(write_checkpoint(case, folder / "in"))
             for batch in inputs(case):
-                ours = kept(case, batch, model.logits(batch.tokens, batch.attention_mask))
+                ours = kept(model.logits(batch.tokens, batch.attention_mask), batch)
                 worst = max(worst, _apart(ours, golden[batch.name]))
             model.export(folder / "out")
             before, after = (load_file(folder / side / "model.safetensors") for side in ("in", "out"))

@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from shardwise.errors import ConfigError, ShardwiseError
 
@@ -37,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _dispatch(arguments)
         sys.stdout.flush()
         return code
     except ShardwiseError as error:
@@ -52,6 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit, which would fail again: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as a line for the reader of the terminal; other libraries' keep the place in their code."""
+    text = f"warning: {message}"
+    if f"{os.sep}shardwise{os.sep}" not in filename:
+        text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
+    print(text, file=file or sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:

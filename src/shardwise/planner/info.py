@@ -45,9 +45,9 @@ def run(options: InfoOptions) -> int:
 
 def describe(config: ModelConfig) -> Iterator[str]:
     """Sizes and options of a model, a line for each subject."""
-    kind = "decoder" if config.causal else "encoder"
+    kind = "a decoder" if config.causal else "an encoder"
     yield (
-        f"{config.family}, a {kind}: {config.num_layers} layers, embed {config.embed_dim}, {config.num_heads}"
+        f"{config.family}, {kind}: {config.num_layers} layers, embed {config.embed_dim}, {config.num_heads}"
         f" heads ({config.num_kv_heads} kv) of {config.head_dim}, mlp {config.mlp_dim}, vocab"
         f" {config.vocab_size:,}"
     )
