@@ -100,7 +100,7 @@ class Workload:
         if self.task in ("prefill", "decode") and not config.causal:
             raise ConfigError(
                 f"task {self.task!r}: this model ({config.family}) is an encoder, which reads whole texts and"
-                " has no next token; use task score or logits (commands: `shardwise eval`, not `generate`)"
+                " has no next token; use task logits (Model.logits in Python)"
             )
         if self.task != "hidden" and config.head == "none":
             raise ConfigError(

@@ -86,6 +86,11 @@ def _run(
 
     # The plan comes first: everything after it follows it.
     config = config_from_hf(source.hf_config)
+    if not config.causal:
+        raise ConfigError(
+            f"{options.model}: {config.family} is an encoder, and training here predicts the next token;"
+            " masked language modelling and classification are not there yet"
+        )
     the_plan = plan_for(options, config, "train", lambda mesh: _head_workload(options, mesh), say)
     default = options.mesh is None and options.plan is None
     say(f"mesh {the_plan.mesh}" + (" (default for training: all fsdp)" if default else ""))
