@@ -133,7 +133,7 @@ def run(options: EvalOptions) -> int:
     config = config_from_hf(open_model(options.model).hf_config)
     if not config.causal:
         raise ConfigError(
-            f"{options.model}: {config.family} is an encoder, and perplexity here is that of the next token; a"
+            f"{options.model}: {config.family} is an encoder, and perplexity here is of the next token; a"
             " masked model's pseudo-perplexity is not there yet"
         )
     the_plan = plan_for(
