@@ -278,10 +278,12 @@ def _kernel(ledger: Ledger, d: Decision, together: tuple[str, ...]) -> None:
     forward("forward")
     if not ledger.trains:
         return
-    if workload.remat == "full" and d.stacked and made_again(plan, path):
+    again = workload.remat == "full" and d.stacked and made_again(plan, path)
+    if again:
         forward("backward", " (computed again: remat full)")
     gather("backward")
-    operand("backward", f"{use.takes} laid out for the kernel again")
+    if not (again and together):  # else what was laid out for the products computed again serves for both
+        operand("backward", f"{use.takes} laid out for the kernel again")
     ledger.reshard(y_shape, gives, specs.product, c, count, "backward", path,
                    f"gradient of {use.gives} laid out for the kernel", in_loop)  # fmt: skip
     if first:
