@@ -182,7 +182,8 @@ class Model:
 
     def hidden_states(self, tokens: np.ndarray, attention_mask: np.ndarray | None = None) -> np.ndarray:
         """Last hidden states at every place of whole sequences, after the final norm: [B, T, D] in the
-        compute dtype. Arguments and errors as for `logits`."""
+        compute dtype, or of the words' own width where that is another (OPT-350m). Arguments and errors as
+        for `logits`."""
         return self._of_sequences("hidden", tokens, attention_mask)
 
     def _of_sequences(self, task: Task, tokens: np.ndarray, attention_mask: np.ndarray | None) -> np.ndarray:

@@ -16,9 +16,14 @@ from tests.parity.family_cases import FamilyCase, model_config, write_checkpoint
 from shardwise.partition.rows import put_rows
 
 LENGTHS, ROW = (5, 7, 3), 16
-SHORT = next(case for case in all_cases() if case.name == "mistral")
-SHORT = replace(SHORT, name="mistral_window_4", config={**SHORT.config, "sliding_window": 4})
-DECODERS = [*(case for case in FIRST if model_config(case).causal), SHORT]
+SHORT = [
+    replace(case, name=f"{case.name}_window_4", config={**case.config, "sliding_window": 4})
+    for case in all_cases()
+    if case.name in ("mistral", "mixtral")
+]
+"""Windows that end within a document of 5 or 7 tokens."""
+FORM_350M = [case for case in all_cases() if case.name == "opt_350m_form"]
+DECODERS = [*(case for case in FIRST if model_config(case).causal), *SHORT, *FORM_350M]
 
 
 def packed(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -142,6 +142,7 @@ MORE: dict[str, _Config] = {
     "pythia-12b": _neox(50688, 5120, 36, 40),
     "gpt-neox-20b": _neox(50432, 6144, 44, 64),
     "bloom-560m": _bloom(1024, 24, 16),
+    "bloom-1b1": _bloom(1536, 24, 16),
     "bloom-1b7": _bloom(2048, 24, 16),
     "bloom-3b": _bloom(2560, 30, 32),
     "bloom-7b1": _bloom(4096, 30, 32),

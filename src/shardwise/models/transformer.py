@@ -186,10 +186,15 @@ class Transformer(nnx.Module):
 
     def _leave(self, place: Placement, x: jax.Array, transform: bool = True) -> jax.Array:
         """What the head takes, from the residual stream after the last layer; see `hidden`."""
-        x = x if self.final_norm is None else self.final_norm(place, x)
+        # What a norm gives is held, so that its bias's gradient is summed as its scale's is: each device sums
+        # its own part.
+        if self.final_norm is not None:
+            x = place.activation("residual", self.final_norm(place, x))
         if self.project_out is not None:
             x = self.project_out(place, x)
-        return self.head_transform(place, x) if self.head_transform is not None and transform else x
+        if self.head_transform is not None and transform:
+            x = place.activation("residual", self.head_transform(place, x))
+        return x
 
     def _around(
         self, place: Placement, positions: jax.Array, visible: Visibility, kernel: Kernel,

@@ -161,7 +161,10 @@ def predict(plan: Plan, workload: Workload) -> Ledger:
     ledger = Ledger(plan, workload)
     plan = ledger.plan
     together = _summed_together(plan)
+    unused = ("head_transform/", "classifier/") if workload.task == "hidden" else ()
     for decision in plan.decisions:
+        if decision.path.startswith(unused):
+            continue
         if decision.use.kind == "kernel":
             _kernel(ledger, decision, together.get(decision.path, ()))
         elif decision.use.kind in ("scale", "bias") and not decision.path.startswith("lm_head"):

@@ -46,12 +46,18 @@ def predict_ends(ledger: Ledger) -> None:
     """Record both ends of the vocabulary."""
     plan = ledger.plan
     micro = ledger.workload.grad_accum_steps if ledger.trains else 1
+    scaled, gathered = plan.config.embed_scale != 1, set[tuple[str, bool]]()
     for d in plan.decisions:
         if d.use.kind in ("embedding", "positions"):
-            _look_up(ledger, d, _Matrix.of(ledger, d), micro)
+            # What was looked up in two tables is added up: both have one gradient, which is gathered once.
+            of_words = d.use.kind == "embedding"
+            gradient = (words_activation(ledger) if of_words else "residual", of_words and scaled)
+            _look_up(ledger, d, _Matrix.of(ledger, d), micro, None if gradient in gathered else gradient[0])
+            gathered.add(gradient)
     task = ledger.workload.task
     if task == "hidden":
-        ledger.reshard(ledger.shape("residual"), plan.activation("residual"), ((), (), ()), ledger.compute, 1,
+        words = words_activation(ledger)
+        ledger.reshard(ledger.shape(words), plan.activation(words), ((), (), ()), ledger.compute, 1,
                        "forward", "hidden states", "whole hidden states, to every device")  # fmt: skip
         return
     if plan.head_path is None:
@@ -70,7 +76,7 @@ def predict_ends(ledger: Ledger) -> None:
 def _classifier(ledger: Ledger, micro: int) -> None:
     """Around a classifier's kernels, which are predicted as all kernels are."""
     plan, workload, here, wide = ledger.plan, ledger.workload, "classifier/out_proj/kernel", ledger.wide
-    _whole_residual(ledger, micro, "classifier/dense/kernel")
+    _whole_words(ledger, micro, "classifier/dense/kernel")
     batch, shape = plan.batch_axes(), ledger.shape("label_logits")
     if workload.task == "train":
         ledger.add("all-reduce", batch, wide, 1, micro, "forward", here, "the loss", micro > 1)
@@ -81,6 +87,12 @@ def _classifier(ledger: Ledger, micro: int) -> None:
     else:
         ledger.reshard(shape, plan.activation("label_logits"), ((), (), ()), wide, 1, "forward", here,
                        "whole logits, to every device")  # fmt: skip
+
+
+def words_activation(ledger: Ledger) -> str:
+    """The activation that a token's row of the table becomes, and that the head takes: `words` where these
+    have another width than the residual stream."""
+    return "residual" if ledger.plan.config.word_axis == "embed" else "words"
 
 
 def head_cause(path: str) -> str:
@@ -96,7 +108,12 @@ def _gather(ledger: Ledger, m: _Matrix, d: Decision, micro: int, use: str) -> No
                    "weights gathered just before use", micro > 1)  # fmt: skip
 
 
-def _look_up(ledger: Ledger, d: Decision, m: _Matrix, micro: int) -> None:
+def _look_up(ledger: Ledger, d: Decision, m: _Matrix, micro: int, gives: str | None) -> None:
+    """A table of words or positions.
+
+    Args:
+        gives: the activation whose gradient is gathered for it; None where that is done already.
+    """
     c = ledger.compute
     _gather(ledger, m, d, micro, "look-up")
     loop = micro > 1
@@ -106,12 +123,11 @@ def _look_up(ledger: Ledger, d: Decision, m: _Matrix, micro: int) -> None:
     ledger.add("all-gather", m.contract, c, tokens * d.use_shape[1], micro, "forward", m.path,
                "each device has its part of every row", loop)  # fmt: skip
     whole = (ledger.plan.batch_axes(), (), ())
-    residual, shape = ledger.plan.activation("residual"), ledger.shape("residual")
     if not ledger.trains:
         return
-    ledger.reshard(
-        shape, residual, whole, c, micro, "backward", m.path, "gradient of residual gathered", loop
-    )
+    if gives is not None:
+        ledger.reshard(ledger.shape(gives), ledger.plan.activation(gives), whole, c, micro, "backward",
+                       m.path, f"gradient of {gives} gathered", loop)  # fmt: skip
     batch = ledger.spread(ledger.plan.batch_axes())
     elements = m.rows * m.width
     others = tuple(axis for axis in batch if axis != "fsdp" or not m.inside)
@@ -134,7 +150,7 @@ def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> None:
     rows, wide = ledger.rows, ledger.wide
     step, chunks = ledger.chunks(m.rows)
     runs, here = micro * chunks, head_cause(m.path)
-    _whole_residual(ledger, micro, here)
+    _whole_words(ledger, micro, here)
     ledger.add("all-reduce", m.contract, wide, rows * step * m.rows, runs, "forward", here,
                "partial logits of a chunk added", True)  # fmt: skip
     if m.vocab:
@@ -143,11 +159,23 @@ def _chunked(ledger: Ledger, m: _Matrix, micro: int, sums: int) -> None:
     _product(ledger, m, rows * step, runs)
 
 
-def _whole_residual(ledger: Ledger, micro: int, cause: str) -> None:
-    residual, shape = ledger.plan.activation("residual"), ledger.shape("residual")
-    whole = (ledger.plan.batch_axes(), (), ())
-    ledger.reshard(shape, residual, whole, ledger.compute, micro, "forward", cause,
-                   "residual gathered for the head", micro > 1)  # fmt: skip
+def _whole_words(ledger: Ledger, micro: int, cause: str) -> None:
+    words, whole = words_activation(ledger), (ledger.plan.batch_axes(), (), ())
+    ledger.reshard(ledger.shape(words), ledger.plan.activation(words), whole, ledger.compute, micro,
+                   "forward", cause, f"{words} gathered for the head", micro > 1)  # fmt: skip
+
+
+def _last_words(ledger: Ledger, cause: str) -> None:
+    """What the head takes of the last position alone, picked where it lies and then held whole."""
+    name, plan = words_activation(ledger), ledger.plan
+    batch, _, width = ledger.shape(name)
+    rows, length, features = plan.activation(name)
+    shape, spec = (batch, 1, width), (rows, (), features)
+    if ledger.workload.task == "prefill":
+        ledger.add("all-reduce", length, ledger.compute, ledger.local(shape, spec), 1, "forward", cause,
+                   f"the last position's {name}")  # fmt: skip
+    ledger.reshard(shape, spec, (plan.batch_axes(), (), ()), ledger.compute, 1, "forward", cause,
+                   f"{name} gathered for the head")  # fmt: skip
 
 
 def _loss(ledger: Ledger, m: _Matrix, micro: int) -> None:
@@ -195,11 +223,9 @@ def _last_or_all(ledger: Ledger, m: _Matrix) -> None:
     length = workload.length if workload.task == "logits" else 1
     rows = ledger.rows * length
     if workload.task == "logits":
-        _whole_residual(ledger, 1, here)
-    elif workload.task == "prefill":
-        elements, length_axes = rows * plan.config.embed_dim, plan.activation("residual")[1]
-        ledger.add("all-reduce", length_axes, ledger.compute, elements, 1, "forward", here,
-                   "the last position's residual")  # fmt: skip
+        _whole_words(ledger, 1, here)
+    else:
+        _last_words(ledger, here)
     _product(ledger, m, rows, 1)
     ledger.add("all-reduce", m.contract, wide, rows * m.rows, 1, "forward", here, "partial logits added")
     batch = plan.batch_axes()

@@ -10,6 +10,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
+from shardwise.partition.padding import round_up
 from shardwise.partition.plan import Plan
 from shardwise.steps.optimizer import OptimizerConfig
 
@@ -89,11 +90,28 @@ class Workload:
                 " the rule for activation 'kv_cache' says; it must be a multiple, such as"
                 f" {self.capacity + -self.capacity % parts}"
             )
+        self._check_positions(plan)
         vocab = plan.config.vocab_size
         if not 0 <= self.top_n <= vocab:
             raise ConfigError(f"top_n is {self.top_n}; it must lie between 0 and the vocabulary's {vocab}")
         if self.top_n and self.task != "score":
             raise ConfigError(f"top_n has no effect on task {self.task!r}; only `score` lists ids")
+
+    def _check_positions(self, plan: Plan) -> None:
+        """Refuse tokens at positions for which a learned table has no row: a look-up would not fail there,
+        but give another position's."""
+        config = plan.config
+        if config.positions != "learned":
+            return
+        most = round_up(config.max_position, plan.length_multiple())  # what is rounded up holds padding alone
+        tokens = self.length
+        if self.task in ("prefill", "decode"):
+            tokens, most = self.capacity, round_up(most, plan.mesh.size(plan.activation("kv_cache")[1]))
+        if tokens > most:
+            raise ConfigError(
+                f"task {self.task!r}: {tokens} tokens a row are more than this model's learned positions,"
+                f" {config.max_position}; use at most so many"
+            )
 
     def _check_model(self, config: ModelConfig) -> None:
         """Refuse a task that this model cannot do, by what it lacks."""

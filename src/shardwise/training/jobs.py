@@ -91,6 +91,10 @@ def _run(
             f"{options.model}: {config.family} is an encoder, and training here predicts the next token;"
             " masked language modelling and classification are not there yet"
         )
+    if options.length > config.max_position:
+        raise ConfigError(
+            f"--length is {options.length}, more than the model's context of {config.max_position}"
+        )
     the_plan = plan_for(options, config, "train", lambda mesh: _head_workload(options, mesh), say)
     default = options.mesh is None and options.plan is None
     say(f"mesh {the_plan.mesh}" + (" (default for training: all fsdp)" if default else ""))
@@ -98,10 +102,6 @@ def _run(
         f" {options.compute_dtype} compute")  # fmt: skip
 
     # Data next, since mistakes in it are the user's commonest, and reading weights takes longest.
-    if options.length > config.max_position:
-        raise ConfigError(
-            f"--length is {options.length}, more than the model's context of {config.max_position}"
-        )
     tokenizer = load_tokenizer(tokenizer_source)
     check_tokenizer_fits(tokenizer, config.vocab_size)
     data = _read_data(options, tokenizer, config.vocab_size, say)
