@@ -166,6 +166,22 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(two: Path) -> None:
     check_whole(native.find_newest(two, pytest.fail))
 
 
+def test_a_kill_amid_the_removal_of_an_old_one_leaves_no_half_checkpoint_for_good(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **_: object) -> None:
+        delete(path / "manifest.json")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        native.save(two, state_of(3), PLAN, {}, keep_last=1)
+    monkeypatch.undo()
+    assert native.find_newest(two, pytest.fail).step == 3
+    native.save(two, state_of(4), PLAN, {}, keep_last=1)
+    assert [p.name for p in two.iterdir()] == ["step_00000004"]
+
+
 def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

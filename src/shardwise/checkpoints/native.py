@@ -7,6 +7,7 @@ are removed only then. Not here: Hugging Face folders (export.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -73,14 +74,16 @@ def save(folder: str | Path, state: TrainState, plan: Plan, meta: dict[str, Any]
         (partial / _MANIFEST).write_text(json.dumps(files))
         for entry in [*partial.rglob("*"), partial]:
             fsync(entry)
-        replaced = folder / f".{final.name}.replaced{_PARTIAL}"
+        replaced = None
         if final.exists():  # a broken one, from before the run was resumed from an earlier step
-            final.rename(replaced)
+            replaced = _set_aside(final)
         partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced:
+            shutil.rmtree(replaced, ignore_errors=True)
         older = [found for found in _complete(folder) if found.step < step]
         for old in older[keep_last - 1 :]:
-            shutil.rmtree(old.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it stays whole then, and the new one is complete
+                shutil.rmtree(_set_aside(old.path))
 
     def write() -> None:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
@@ -253,6 +256,14 @@ def _numbered(folder: Path) -> list[Path]:
 def _partials(folder: Path) -> list[Path]:
     """What was being written when a process ended."""
     return sorted(folder.glob(f".step_*{_PARTIAL}"))
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed, so that a kill amid the removal leaves no half one behind.
+
+    What lies under the new name is no checkpoint to anyone, and the next save removes it.
+    """
+    return path.rename(path.with_name(f".{path.name}.removed{_PARTIAL}"))
 
 
 def _complete(folder: Path) -> list[Found]:
