@@ -39,12 +39,12 @@ def fake_eval(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], i
     """Function: puts `work` in the place of what `shardwise eval` does."""
 
     def replace(work: Callable[[object], int]) -> None:
-        module = types.ModuleType("shardwise.evaluation.perplexity")
+        module = types.ModuleType("shardwise.evaluation.command")
         module.run = work  # type: ignore[attr-defined]
         import shardwise.evaluation
 
-        monkeypatch.setitem(sys.modules, "shardwise.evaluation.perplexity", module)
-        monkeypatch.setattr(shardwise.evaluation, "perplexity", module, raising=False)
+        monkeypatch.setitem(sys.modules, "shardwise.evaluation.command", module)
+        monkeypatch.setattr(shardwise.evaluation, "command", module, raising=False)
 
     return replace
 

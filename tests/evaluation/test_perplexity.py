@@ -116,7 +116,7 @@ def test_the_mesh_does_not_change_it(
 def test_short_texts_are_not_computed_at_the_whole_windows_length(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shardwise.evaluation.perplexity as module
+    import shardwise.evaluation.scores as module
 
     lengths: list[int] = []
     build = module.build_step

@@ -139,11 +139,23 @@ class PackedDataset:
             return self._cache[number]
 
     def _lay_out(self, number: int) -> _Epoch:
-        order = np.arange(self._documents.size)
-        if self.shuffle:
-            # Raw bits are sorted because NumPy promises that a bit generator's stream stays the same between
-            # versions, but not what Generator.permutation makes of it (NEP 19); a run may resume elsewhere.
-            bits = np.random.PCG64(np.random.SeedSequence([self.seed, number])).random_raw(order.size)
-            order = np.argsort(bits, kind="stable")
+        order = shuffled(self._documents.size, self.seed, number if self.shuffle else None)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes[order])])
         return _Epoch(starts, self.store.offsets[self._documents[order]] - starts[:-1])
+
+
+def shuffled(size: int, seed: int, epoch: int | None) -> np.ndarray:
+    """The numbers 0 … size - 1 in an epoch's order: int64 [size]; in their own where `epoch` is None."""
+    if epoch is None:
+        return np.arange(size)
+    return np.argsort(random_bits(size, seed, epoch), kind="stable")
+
+
+def random_bits(size: int, *seed: int) -> np.ndarray:
+    """uint64 [size], a pure function of the numbers in `seed`.
+
+    Raw bits, because NumPy promises that a bit generator's stream stays the same between versions, but not
+    what Generator's methods make of it (NEP 19); a run may resume elsewhere.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(list(seed))).random_raw(size)
+    return np.asarray(bits, np.uint64)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from shardwise.errors import ConfigError, DataError
 
@@ -83,14 +83,91 @@ def read_documents(
     if not roots:
         raise DataError("no data file was given; name at least one .txt or .jsonl file, or a folder of them")
     result = ReadResult([], [])
-    for file in [file for root in roots for file in _expand(Path(root))]:
+    for file in [file for root in roots for file in expand(Path(root))]:
         if file.suffix.lower() in JSONL_SUFFIXES:
-            _read_jsonl(file, text_field, on_bad_line == "skip", result)
+            skipped = result.skipped if on_bad_line == "skip" else None
+            result.documents.extend(read_json_lines(file, lambda row: text_of(row, text_field), skipped))
         else:
             result.documents.append(_read_plain(file))
     if not result.documents:
         raise DataError(f"no document is left: every line was broken ({result.skipped_summary()})")
     return result
+
+
+_Row = TypeVar("_Row")
+
+
+def read_json_lines(
+    file: Path, parse: Callable[[dict[str, Any]], _Row], skipped: list[SkippedLine] | None = None
+) -> list[_Row]:
+    """What `parse` makes of every JSON object of a file; blank lines are ignored.
+
+    Args:
+        parse: raises BadLineError for an object that it cannot use.
+        skipped: broken lines are left out and listed here; None: the first one is an error.
+
+    Raises:
+        DataError: the file cannot be read or holds nothing; a line is broken (`file:line: reason`).
+    """
+    found: list[_Row] = []
+    blank = True
+    for number, line in _physical_lines(file):
+        if not line.strip():
+            continue
+        blank = False
+        try:
+            found.append(parse(_object_of_line(line)))
+        except BadLineError as error:
+            if skipped is None:
+                raise DataError(f"{file}:{number}: {error}") from None
+            skipped.append(SkippedLine(str(file), number, str(error)))
+    if blank:
+        raise DataError(f"{file}: the file holds no line of JSON; remove it from the data")
+    return found
+
+
+class BadLineError(Exception):
+    """Why one line gives nothing."""
+
+
+def text_of(row: dict[str, Any], field: str, flag: str = "--text-field") -> str:
+    """The string in a field of a JSON line.
+
+    Args:
+        flag: the option that names the field.
+
+    Raises:
+        BadLineError: there is none, or it is no whole string.
+    """
+    if field not in row:
+        raise BadLineError(missing_field_reason(field, list(row), flag))
+    text = row[field]
+    if not isinstance(text, str):
+        raise BadLineError(f"field {field!r} is a JSON {kind(text)}, but it must be a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise BadLineError(
+            f"field {field!r} holds half of a surrogate pair (\\u{code:04x} at character {error.start});"
+            " was the string cut?"
+        ) from None
+    return text
+
+
+def missing_field_reason(field: str, fields: list[str], flag: str) -> str:
+    """Why a line without a field cannot be used, with the nearest name it has."""
+    near = difflib.get_close_matches(field, fields, n=1, cutoff=0.5)
+    has = f"this line has {', '.join(map(repr, fields))}" if fields else "this line has no field at all"
+    what = "the label" if flag == "--label-field" else "text"
+    hint = f"; did you mean {flag} {near[0]}?" if near else f"; name one that holds {what} with {flag}"
+    return f"no field {field!r}; {has}{hint if fields else ''}"
+
+
+def kind(value: object) -> str:
+    """What JSON calls a value."""
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
 
 
 def has_json_lines(paths: Sequence[str | Path]) -> bool:
@@ -99,11 +176,11 @@ def has_json_lines(paths: Sequence[str | Path]) -> bool:
     Raises:
         DataError: a path is missing or of a refused format.
     """
-    files = [file for path in paths for file in _expand(Path(path))]
+    files = [file for path in paths for file in expand(Path(path))]
     return any(file.suffix.lower() in JSONL_SUFFIXES for file in files)
 
 
-def _expand(path: Path) -> list[Path]:
+def expand(path: Path) -> list[Path]:
     """The files that a path stands for; checks that they exist and are of a format that can be read."""
     if path.is_dir():
         files = sorted(
@@ -143,23 +220,6 @@ def _read_plain(file: Path) -> str:
     return text
 
 
-def _read_jsonl(file: Path, text_field: str, skip: bool, result: ReadResult) -> None:
-    """Appends the documents of one file, and its broken lines if they are to be skipped, to `result`."""
-    blank = True
-    for number, line in _physical_lines(file):
-        if not line.strip():
-            continue
-        blank = False
-        try:
-            result.documents.append(_document_of_line(line, text_field))
-        except _BadLineError as error:
-            if not skip:
-                raise DataError(f"{file}:{number}: {error}") from None
-            result.skipped.append(SkippedLine(str(file), number, str(error)))
-    if blank:
-        raise DataError(f"{file}: the file holds no line of JSON; remove it from the data")
-
-
 def _physical_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     # A binary file is cut at b"\n" only. str.splitlines would also cut at U+2028, U+0085, VT and FF, which
     # are part of a JSON string.
@@ -178,56 +238,23 @@ def _read_bytes(file: Path) -> bytes:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
-class _BadLineError(Exception):
-    """Why one line gives no document."""
-
-
-def _document_of_line(line: bytes, text_field: str) -> str:
+def _object_of_line(line: bytes) -> dict[str, Any]:
     try:
         # Decoding first: json.loads guesses UTF-16 or UTF-32 when it is handed bytes.
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _BadLineError(_utf8_reason(error)) from None
+        raise BadLineError(_utf8_reason(error)) from None
     except json.JSONDecodeError as error:
-        raise _BadLineError(
+        raise BadLineError(
             f"not valid JSON ({error.msg}, column {error.colno}); every line must be one whole JSON object"
         ) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
-        raise _BadLineError(f"not readable as JSON ({error})") from None
+        raise BadLineError(f"not readable as JSON ({error})") from None
     if not isinstance(row, dict):
-        raise _BadLineError(
-            f'a JSON {_kind(row)}, but every line must be an object such as {{"{text_field}": "…"}}'
-        )
-    if text_field not in row:
-        raise _BadLineError(_missing_field_reason(text_field, list(row)))
-    text = row[text_field]
-    if not isinstance(text, str):
-        raise _BadLineError(f"field {text_field!r} is a JSON {_kind(text)}, but it must be a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise _BadLineError(
-            f"field {text_field!r} holds half of a surrogate pair (\\u{code:04x} at character {error.start});"
-            " was the string cut?"
-        ) from None
-    return text
-
-
-def _missing_field_reason(text_field: str, fields: list[str]) -> str:
-    near = difflib.get_close_matches(text_field, fields, n=1, cutoff=0.5)
-    has = f"this line has {', '.join(map(repr, fields))}" if fields else "this line has no field at all"
-    hint = (
-        f"; did you mean --text-field {near[0]}?" if near else "; name one that holds text with --text-field"
-    )
-    return f"no field {text_field!r}; {has}{hint if fields else ''}"
+        raise BadLineError(f'a JSON {kind(row)}, but every line must be an object such as {{"text": "…"}}')
+    return row
 
 
 def _utf8_reason(error: UnicodeDecodeError) -> str:
     byte = error.object[error.start]
     return f"not UTF-8 (byte 0x{byte:02x}); convert the file to UTF-8, for example with iconv"
-
-
-def _kind(value: object) -> str:
-    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return kinds.get(type(value), "number")

@@ -99,7 +99,7 @@ def tokenize_documents(
             "tokenizer.eos_token, or eos_token in tokenizer_config.json, to the token that ends a text"
         )
     prefix, suffix = _template(tokenizer, tokenizer.eos_token_id)
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
     sizes: list[int] = []
     chunks: list[np.ndarray] = []
     for chunk in _chunks(documents):
@@ -107,7 +107,7 @@ def tokenize_documents(
         rows = [[*prefix, *body, *suffix] for body in bodies]
         sizes += map(len, rows)
         ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
-        _check_ids(tokenizer, ids, vocab_size)
+        check_ids(tokenizer, ids, vocab_size)
         chunks.append(ids.astype(np.int32))
     if not sizes:
         raise DataError("there is no document to tokenize; give at least one")
@@ -148,19 +148,60 @@ def _encode(
 
 def _template(tokenizer: PreTrainedTokenizerBase, eos: int) -> tuple[list[int], list[int]]:
     """The ids in front of and behind every document; the last one behind is EOS."""
-    for probe in ("a", "1", "the"):  # a vocabulary may lack one of them and give no token at all
+    before, behind = template(tokenizer)
+    return before, [token for token in behind if token != eos] + [eos]
+
+
+def template(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts in front of and behind a text of its own accord.
+
+    Raises:
+        DataError: it cannot encode plain letters.
+    """
+    for probe in _PROBES:  # a vocabulary may lack one of them and give no token at all
         (bare,) = _encode(tokenizer, [probe])
         (full,) = _encode(tokenizer, [probe], add_special_tokens=True)
-        for start in range(len(full) - len(bare) + 1):
-            if bare and full[start : start + len(bare)] == bare:
-                behind = full[start + len(bare) :]
-                return full[:start], [token for token in behind if token != eos] + [eos]
+        at = _find(bare, full)
+        if at is not None:
+            return full[:at], full[at + len(bare) :]
     raise DataError(
         f"the tokenizer ({type(tokenizer).__name__}) cannot encode plain letters; is it complete?"
     )
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def pair_template(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
+    """The ids that a tokenizer puts in front of, between and behind two texts.
+
+    Raises:
+        DataError: it does not tell two texts apart.
+    """
+    before, _ = template(tokenizer)
+    for probe in _PROBES:
+        (bare,) = _encode(tokenizer, [probe])
+        full = tokenizer([probe], [probe], add_special_tokens=True, return_attention_mask=False)
+        ids = list(full["input_ids"][0])
+        first = _find(bare, ids[len(before) :])
+        if not bare or first != 0 or ids[: len(before)] != before:
+            continue
+        rest = ids[len(before) + len(bare) :]
+        second = _find(bare, rest)
+        if second is not None:
+            return before, rest[:second], rest[second + len(bare) :]
+    raise DataError(
+        f"the tokenizer ({type(tokenizer).__name__}) has no form for two texts; join them into one field"
+    )
+
+
+_PROBES = ("a", "1", "the")
+
+
+def _find(part: list[int], whole: list[int]) -> int | None:
+    """Where `part`, if it has anything, first stands in `whole`."""
+    starts = range(len(whole) - len(part) + 1) if part else ()
+    return next((start for start in starts if whole[start : start + len(part)] == part), None)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Ids, with their text, that plain text must never turn into."""
     control = {id_: added.content for id_, added in tokenizer.added_tokens_decoder.items() if added.special}
     control |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
@@ -203,7 +244,8 @@ def _encode_apart(tokenizer: PreTrainedTokenizerBase, text: str, control: dict[i
     return list(chain.from_iterable(_encode(tokenizer, pieces)))
 
 
-def _check_ids(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, vocab_size: int) -> None:
+def check_ids(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, vocab_size: int) -> None:
+    """Raise DataError if an id is outside the model's vocabulary; `ids` has at least one."""
     highest = int(ids.max())
     if highest >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(highest)
@@ -219,4 +261,4 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     Raises:
         DataError: a text cannot be kept apart from a control token.
     """
-    return _encode_bodies(tokenizer, list(texts), _control_tokens(tokenizer), first=0)
+    return _encode_bodies(tokenizer, list(texts), control_tokens(tokenizer), first=0)
