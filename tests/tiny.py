@@ -77,8 +77,36 @@ def write_llama(
     return folder
 
 
-def write_tokenizer(folder: Path, extra_tokens: Sequence[str] = ()) -> None:
-    """Write a byte-level BPE tokenizer trained on SENTENCES; BOS in front of texts, and a ChatML template."""
+MASK = "<mask>"
+
+
+def write_roberta(folder: Path, head: str = "ForMaskedLM", **changes: Any) -> Path:
+    """Write a one-layer RoBERTa (float32), whose tokenizer has a mask token and puts `<s> … </s>` around a
+    text and `<s> … </s></s> … </s>` around two, and return its folder.
+
+    Args:
+        head: behind `Roberta` in the name of the architecture.
+        changes: keys of config.json.
+    """
+    from tests.parity.family_cases import FamilyCase, write_checkpoint
+
+    config = {
+        "architectures": [f"Roberta{head}"], "model_type": "roberta", "vocab_size": VOCAB + 1,
+        "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48,
+        "hidden_act": "gelu", "max_position_embeddings": 67, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
+        "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, **changes,
+    }  # fmt: skip
+    write_checkpoint(FamilyCase("roberta", config, 0), folder)
+    write_tokenizer(folder, (MASK,), encoder=True)
+    return folder
+
+
+def write_tokenizer(folder: Path, extra_tokens: Sequence[str] = (), encoder: bool = False) -> None:
+    """Write a byte-level BPE tokenizer trained on SENTENCES; BOS in front of texts, and a ChatML template.
+
+    Args:
+        encoder: BOS in front of texts and EOS behind them instead, and MASK as the mask token.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -92,8 +120,11 @@ def write_tokenizer(folder: Path, extra_tokens: Sequence[str] = ()) -> None:
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in extra_tokens])
+    single, pair = f"{BOS} $A", f"{BOS} $A {BOS} $B"
+    if encoder:
+        single, pair = f"{BOS} $A {EOS}", f"{BOS} $A {EOS} {EOS} $B {EOS}"
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=single, pair=pair, special_tokens=[(text, tokenizer.token_to_id(text)) for text in (BOS, EOS)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -104,6 +135,7 @@ def write_tokenizer(folder: Path, extra_tokens: Sequence[str] = ()) -> None:
         "chat_template": CHATML,
         "clean_up_tokenization_spaces": False,
     }
+    settings |= {"mask_token": MASK} if encoder else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 

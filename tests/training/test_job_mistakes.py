@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.tiny import SENTENCES, VOCAB, write_jsonl, write_llama, write_tokenizer
 
 from shardwise.steps.build import Step
-from shardwise.training import jobs
+from shardwise.training import jobs, objectives
 
 from .conftest import Site
 
@@ -29,7 +29,7 @@ def refused(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def work(*_: Any, **__: Any) -> None:
         pytest.fail("reads weights or computes before the mistake is found")
 
-    monkeypatch.setattr(jobs, "load_params", work)
+    monkeypatch.setattr(objectives, "load_params", work)
     monkeypatch.setattr(Step, "__call__", work)
 
     def run(*flags: str, **changes: Any) -> str:

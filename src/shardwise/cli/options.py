@@ -228,6 +228,38 @@ class DataOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions(Options):
+    """What the model learns."""
+
+    section: ClassVar[str] = "learning"
+
+    objective: Literal["causal", "mlm", "classify"] = option("causal")
+    """`causal`: the next token. `mlm`: tokens that are hidden from it (encoders such as RoBERTa).
+    `classify`: the label of each text (the same encoders; data are JSON lines with a label)."""
+    mask_probability: float = option(0.15, metavar="X")
+    """For `mlm`: how likely each token is to be among those that are to be found; of ten of these eight
+    are hidden, one is replaced and one is left."""
+    label_field: str = option("label", metavar="NAME")
+    """For `classify`: the key that holds the label, a name or a number from 0."""
+    pair_field: str | None = option(None, metavar="NAME")
+    """For `classify`: the key that holds a second text, where the label is of two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_range("mask_probability", 0, 1, open_low=True)
+
+    def _check_combination(self, given: frozenset[str]) -> None:
+        for objective, names in (
+            ("mlm", ("mask_probability",)),
+            ("classify", ("label_field", "pair_field")),
+        ):
+            if self.objective != objective:
+                why = f"with --objective {self.objective}"
+                refuse_without_effect(given, names, why, f"add --objective {objective}")
+        super()._check_combination(given)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(Options):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and its schedule."""
 
@@ -401,7 +433,9 @@ class OutputOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(DataOptions, OptimizerOptions, MemoryOptions, OutputOptions, CommonOptions):
+class TrainingOptions(
+    DataOptions, ObjectiveOptions, OptimizerOptions, MemoryOptions, OutputOptions, CommonOptions
+):
     """What pretrain and finetune share: all but where the model and the tokenizer come from."""
 
     section: ClassVar[str] = "general"

@@ -213,10 +213,10 @@ def _kept(a: int, b: int, room: int) -> tuple[int, int]:
     """How many tokens of two texts are kept: the longer is cut until both are equal, then both."""
     if a + b <= room:
         return a, b
-    if a >= b:
+    if a > b:
         b = min(b, room // 2)
         return room - b, b
-    a = min(a, -(-room // 2))
+    a = min(a, room // 2)
     return a, room - a
 
 

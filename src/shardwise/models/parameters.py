@@ -7,7 +7,7 @@ stacked layers a path is `layers/attn/q_proj/kernel`; with a list of layers, `la
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 import jax
@@ -86,14 +86,23 @@ def unstack(plan: Plan, mesh: jax.sharding.Mesh, params: Params) -> Params:
     return out
 
 
-def init_params(plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype) -> Params:
+def init_params(
+    plan: Plan, mesh: jax.sharding.Mesh, seed: int, dtype: jnp.dtype, only: Collection[str] | None = None
+) -> Params:
     """Freshly drawn stacked parameters, the same on every mesh.
 
     Matrices and embeddings are normal with the config's `initializer_range`, norm scales one, biases zero.
     The true shape is drawn and then padded; each parameter's key comes from the seed and its path.
+
+    Args:
+        only: paths to draw; default all.
     """
     key = jax.random.key(seed)
-    return {d.path: _init_one(plan, mesh, d, key, jnp.dtype(dtype)) for d in plan.decisions}
+    return {
+        d.path: _init_one(plan, mesh, d, key, jnp.dtype(dtype))
+        for d in plan.decisions
+        if only is None or d.path in only
+    }
 
 
 def _init_one(

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,10 @@ import numpy as np
 
 from shardwise.api import Model, open_model
 from shardwise.checkpoints import native
-from shardwise.checkpoints.load import load_params
 from shardwise.checkpoints.reader import Checkpoint
 from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
 from shardwise.data.loader import BatchLoader, num_steps_for
-from shardwise.data.packing import PackedDataset
-from shardwise.data.text import read_documents
-from shardwise.data.tokens import tokenize_documents
-from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
-from shardwise.evaluation.perplexity import Perplexity, measure, prefix_token, tokenize_texts
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.families import config_from_hf
 from shardwise.models.flops import parameter_count, train_flops_per_token
 from shardwise.partition.mesh import MeshSpec
@@ -42,6 +37,7 @@ from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.train import TrainState, abstract_state, fresh_state, start_state
 from shardwise.steps.workload import Workload
 from shardwise.training.metrics import Reporter
+from shardwise.training.objectives import Data, Objective, prepare
 
 if TYPE_CHECKING:
     from shardwise.cli.finetune import FinetuneOptions
@@ -65,16 +61,6 @@ def pretrain(options: PretrainOptions) -> int:
     return _run(options, open_model(options.model), open_model(options.tokenizer), fresh=True)
 
 
-@dataclass(frozen=True)
-class _Data:
-    """The rows to train on and the texts to measure on."""
-
-    rows: PackedDataset
-    fingerprint: str
-    held_out: list[np.ndarray]
-    prefix: int
-
-
 def _run(
     options: FinetuneOptions | PretrainOptions, source: Checkpoint, tokenizer_source: Checkpoint, fresh: bool
 ) -> int:
@@ -85,12 +71,8 @@ def _run(
             print(text, flush=True)
 
     # The plan comes first: everything after it follows it.
-    config = config_from_hf(source.hf_config)
-    if not config.causal:
-        raise ConfigError(
-            f"{options.model}: {config.family} is an encoder, and training here predicts the next token;"
-            " masked language modelling and classification are not there yet"
-        )
+    objective = prepare(options, source, say)
+    config = config_from_hf(objective.hf_config)
     if options.length > config.max_position:
         raise ConfigError(
             f"--length is {options.length}, more than the model's context of {config.max_position}"
@@ -104,7 +86,7 @@ def _run(
     # Data next, since mistakes in it are the user's commonest, and reading weights takes longest.
     tokenizer = load_tokenizer(tokenizer_source)
     check_tokenizer_fits(tokenizer, config.vocab_size)
-    data = _read_data(options, tokenizer, config.vocab_size, say)
+    data = objective.read(tokenizer, config)
     steps = options.steps or num_steps_for(data.rows, options.global_batch)
     if options.warmup_steps > steps:
         raise ConfigError(
@@ -120,7 +102,7 @@ def _run(
     _check_processes_agree(options, the_plan, data)
 
     # The state: from a checkpoint of this run, from the model's weights, or drawn.
-    state = _start(options, source, step, data, fresh, say)
+    state = _start(options, objective, source, step, data, fresh, say)
     done = int(state.step)
     if done < steps:
         state = _loop(options, step, state, data, done, steps, quiet)
@@ -129,35 +111,11 @@ def _run(
 
     # The end: the folder that other tools read.
     model = Model(tokenizer_source, the_plan, step.mesh, state.params, options.compute_dtype)
-    say(f"wrote {_export(options, model, source, tokenizer, say)}")
+    say(f"wrote {_export(options, model, objective, source, tokenizer, say)}")
     return 0
 
 
-def _read_data(options: TrainingOptions, tokenizer: Any, vocab_size: int, say: Any) -> _Data:
-    def read(paths: tuple[str, ...]) -> list[str]:
-        result = read_documents(paths, text_field=options.text_field, on_bad_line=options.on_bad_line)
-        if result.skipped:
-            where = ", ".join(f"{line.file}:{line.line}" for line in result.skipped[:5])
-            say(f"{len(result.skipped)} lines skipped: {where}{' …' if len(result.skipped) > 5 else ''}")
-        return result.documents
-
-    store = tokenize_documents(tokenizer, read(options.data), vocab_size=vocab_size)
-    rows = PackedDataset(store, options.length, seed=options.seed, epochs=options.epochs)
-    say(
-        f"data: {store.num_documents:,} documents, {store.num_tokens:,} tokens,"
-        f" {rows.rows_per_epoch:,} rows an epoch"
-    )
-    if short := int((np.diff(store.offsets) < 2).sum()):
-        say(f"warning: {short:,} of the documents have fewer than two tokens, so that none is trained on")
-    held_out: list[np.ndarray] = []
-    if options.eval_data:
-        held_out = tokenize_texts(tokenizer, read((options.eval_data,)))
-        if not any(map(len, held_out)):
-            raise DataError(f"--eval-data: {options.eval_data} has no token to score; name another file")
-    return _Data(rows, store.fingerprint, held_out, prefix_token(tokenizer))
-
-
-def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data) -> None:
+def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: Data) -> None:
     """Refuse processes with different options or data: they would mix runs or wait for each other."""
     if jax.process_count() == 1:
         return
@@ -167,9 +125,7 @@ def _check_processes_agree(options: TrainingOptions, the_plan: Plan, data: _Data
     # Paths may differ between hosts; what is found there must not.
     for name in ("model", "tokenizer", "out", "checkpoint_dir", "metrics"):
         values[name] = values.get(name) is not None
-    held_out = hashlib.sha256(b"".join(tokens.tobytes() for tokens in data.held_out)).digest()
-    values |= {"model": the_plan.config, "data": data.fingerprint}
-    values |= {"eval_data": (len(data.held_out), held_out)}
+    values |= {"model": the_plan.config, "data": data.fingerprint, "eval_data": data.held_out_digest}
     for name in ("process_id", "coordinator", "devices", "debug"):
         del values[name]
     digests = [hashlib.sha256(repr(value).encode()).digest() for value in values.values()]
@@ -188,8 +144,9 @@ def _optimizer(options: TrainingOptions, steps: int) -> OptimizerConfig:
 
 
 def _start(
-    options: TrainingOptions, source: Checkpoint, step: Step, data: _Data, fresh: bool, say: Any
-) -> TrainState:
+    options: TrainingOptions, objective: Objective, source: Checkpoint, step: Step, data: Data, fresh: bool,
+    say: Any,
+) -> TrainState:  # fmt: skip
     the_plan, mesh, workload = step.plan, step.mesh, step.workload
     if options.resume:
         assert options.checkpoint_dir is not None, "the options refuse --resume without --checkpoint-dir"
@@ -199,15 +156,17 @@ def _start(
         return native.restore(found, the_plan, mesh, abstract_state(the_plan, mesh, workload))
     if fresh:
         return fresh_state(the_plan, mesh, workload, options.seed)
-    params = load_params(source, the_plan, mesh, options.param_dtype, stacked=True)
+    params = objective.load(source, step, options.param_dtype, options.seed)
     return start_state(the_plan, mesh, workload, params)
 
 
-def _identity(options: TrainingOptions, step: Step, data: _Data) -> dict[str, Any]:
+def _identity(options: TrainingOptions, step: Step, data: Data) -> dict[str, Any]:
     """What must be the same for a resumed run to go on exactly where it stopped."""
     return {
         "model": json.loads(json.dumps(asdict(step.plan.config))),  # as the manifest gives it back: lists
         "data_fingerprint": data.fingerprint,
+        "objective": options.objective,
+        **({"mask_probability": options.mask_probability} if options.objective == "mlm" else {}),
         "length": options.length,
         "global_batch": options.global_batch,
         "seed": options.seed,
@@ -247,7 +206,7 @@ def _flag(key: str) -> str:
 
 
 def _loop(
-    options: TrainingOptions, step: Step, state: TrainState, data: _Data, done: int, steps: int, quiet: bool
+    options: TrainingOptions, step: Step, state: TrainState, data: Data, done: int, steps: int, quiet: bool
 ) -> TrainState:
     the_plan, mesh, batch = step.plan, step.mesh, options.global_batch
     rows = local_rows(the_plan, mesh, batch)
@@ -262,12 +221,12 @@ def _loop(
         )
 
         def evaluate(number: int, params: Any) -> None:
-            result = _held_out(options, step, params, data)
-            reporter.write({"step": number, "eval_nll": result.nll, "eval_perplexity": result.perplexity,
-                            "eval_tokens": result.tokens})  # fmt: skip
-            reporter.say(f"step {number}  held-out {result}")
+            assert data.measure is not None
+            result = data.measure(step, params)
+            reporter.write({"step": number, **result.metrics})
+            reporter.say(f"step {number}  held-out {result.text}")
 
-        if data.held_out and done == 0:
+        if data.measure and done == 0:
             evaluate(0, state.params)
             reporter.restart_clock()
         since = 0
@@ -293,7 +252,7 @@ def _loop(
             if options.checkpoint_dir and saves:
                 native.save(options.checkpoint_dir, state, the_plan, identity, options.keep_last)
                 pause = True
-            if data.held_out and (last or number % (options.eval_every or steps) == 0):
+            if data.measure and (last or number % (options.eval_every or steps) == 0):
                 evaluate(number, state.params)
                 pause = True
             if pause:
@@ -326,14 +285,9 @@ def _check_finite(params: dict[str, jax.Array], number: int) -> None:
         )
 
 
-def _held_out(options: TrainingOptions, step: Step, params: Any, data: _Data) -> Perplexity:
-    return measure(
-        step.plan, step.mesh, params, data.held_out, prefix_token=data.prefix, length=options.length,
-        batch=options.global_batch, compute_dtype=options.compute_dtype, param_dtype=options.param_dtype,
-    )  # fmt: skip
-
-
-def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenizer: Any, say: Any) -> Path:
+def _export(
+    options: TrainingOptions, model: Model, objective: Objective, source: Checkpoint, tokenizer: Any, say: Any
+) -> Path:
     """Write the model; returns where."""
     from shardwise.checkpoints.export import export
 
@@ -348,7 +302,7 @@ def _export(options: TrainingOptions, model: Model, source: Checkpoint, tokenize
         )
         say(f"warning: {there}: the model goes to {out} instead")
     export(
-        out, model.plan, model.mesh, model.params, hf_config=source.hf_config, tokenizer=tokenizer,
+        out, model.plan, model.mesh, model.params, hf_config=objective.hf_config, tokenizer=tokenizer,
         generation_config=source.generation_config or model.checkpoint.generation_config,
     )  # fmt: skip
     return out
