@@ -21,7 +21,6 @@ ROBERTA = next(case for case in all_cases() if case.name == "roberta")
         ("finetune", "{model}", "--data", "{data}", "--out", "{out}", "--steps", "1"),
         ("pretrain", "roberta-base", "--data", "{data}", "--out", "{out}", "--steps", "1",
          "--tokenizer", "{model}"),
-        ("eval", "{model}", "--perplexity", "{data}"),
     ],
     ids=lambda command: command[0],
 )  # fmt: skip

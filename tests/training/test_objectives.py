@@ -39,7 +39,7 @@ def texts(tmp_path: Path) -> Path:
 def labelled(tmp_path: Path) -> Path:
     """Texts whose label is a word of theirs."""
     rows = [
-        {"text": f"{SENTENCES[i % 5]} It is {colour}.", "label": colour}
+        {"text": f"{colour}: {SENTENCES[i % 5][:12]}", "label": colour}
         for i in range(8)
         for colour in COLOURS
     ]
@@ -117,6 +117,7 @@ def test_a_head_for_hidden_tokens_is_learned_on_the_base_model(
     assert "pseudo-perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mlm", "classify"])
 def test_loss_does_not_depend_on_the_mesh(
     mlm: Path, texts: Path, labelled: Path, tmp_path: Path, objective: str
@@ -154,6 +155,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(
         np.testing.assert_array_equal(array, resumed[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_pretrained_from_nothing(mlm: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = main(

@@ -196,7 +196,8 @@ def _read_classify(
         say(f"{what}: {len(texts):,} texts; labels {counted(found.labels, config.labels)}")
         if found.cut:
             say(
-                f"warning: {found.cut:,} of them are longer than --length {options.length} and lose their ends"
+                f"warning: {found.cut:,} of them are longer than --length {options.length}: they lose their"
+                " ends"
             )
         return found
 
