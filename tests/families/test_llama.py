@@ -82,7 +82,6 @@ def test_a_dynamic_rope_stretches_the_context_beyond_max_position_embeddings_and
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' changes the computation"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (

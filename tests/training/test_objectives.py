@@ -168,6 +168,15 @@ def test_an_encoder_is_pretrained_from_nothing(mlm: Path, texts: Path, tmp_path:
     assert np.isfinite(model.logits(np.arange(8)[None] + 40)).all()
 
 
+def test_dropout_that_is_not_applied_is_said(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_llama(tmp_path / "model", attention_dropout=0.1, hidden_dropout=0.0)
+    assert finetune(model, texts, tmp_path / "out", "causal", length=16, steps=1) == 0
+    said = capsys.readouterr().out
+    assert "note: config.json asks for attention_dropout 0.1; training here applies none of it" in said
+
+
 @pytest.mark.parametrize(
     ("model", "objective", "flags", "message"),
     [

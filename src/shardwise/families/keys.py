@@ -59,3 +59,21 @@ NO_MATHS_LIKE = re.compile(
 )
 """Others, by pattern: private ones, dropout (which acts in training alone, where commands say so), settings
 of generation."""
+
+
+def of_training_alone(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json asks of training beyond the loss, which training here does not do: dropout, noise in
+    a router, a loss that balances experts."""
+    found = {}
+    for key, value in {**hf_config, **(hf_config.get("text_config") or {})}.items():
+        asked = isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0
+        if key == "router_aux_loss_coef" and not hf_config.get("output_router_logits"):
+            continue
+        if asked and _OF_TRAINING.fullmatch(key):
+            found[key] = value
+    return found
+
+
+_OF_TRAINING = re.compile(
+    r".*drop(out)?(_prob|_rate|_p)?|.*pdrop|layerdrop|router_(jitter_noise|aux_loss_coef)"
+)

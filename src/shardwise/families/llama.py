@@ -18,7 +18,6 @@ NEEDED = (
 _NEUTRAL = {
     "hidden_act": ("silu", "swish"),
     "pretraining_tp": (None, 1),
-    "attention_dropout": (None, 0, 0.0),
     "sliding_window": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),

@@ -24,6 +24,7 @@ from shardwise.checkpoints.tokenizer import check_tokenizer_fits, load_tokenizer
 from shardwise.data.loader import BatchLoader, num_steps_for
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.families import config_from_hf
+from shardwise.families.keys import of_training_alone
 from shardwise.models.flops import parameter_count, train_flops_per_token
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.padding import round_up
@@ -82,6 +83,9 @@ def _run(
     say(f"mesh {the_plan.mesh}" + (" (default for training: all fsdp)" if default else ""))
     say(f"{options.model}: {parameter_count(the_plan):,} parameters, {options.param_dtype} held,"
         f" {options.compute_dtype} compute")  # fmt: skip
+    if ignored := of_training_alone(objective.hf_config):
+        listed = ", ".join(f"{key} {value}" for key, value in ignored.items())
+        say(f"note: config.json asks for {listed}; training here applies none of it")
 
     # Data next, since mistakes in it are the user's commonest, and reading weights takes longest.
     tokenizer = load_tokenizer(tokenizer_source)
