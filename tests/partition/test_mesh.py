@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.api import resolve_mesh
 from shardwise.errors import MeshError
-from shardwise.partition.mesh import MeshSpec, _over_slices, build_mesh, default_mesh
+from shardwise.partition.mesh import MeshSpec, over_slices, build_mesh, default_mesh
 
 
 def refusal(text: str, devices: int = 8, kind: str = "cpu") -> str:
@@ -185,7 +185,7 @@ def test_a_device_mesh_can_be_made_of_some_of_the_devices() -> None:
 
 
 def test_the_network_between_slices_is_given_to_dp_first_then_fsdp_and_never_to_tp() -> None:
-    assert _over_slices(MeshSpec(4, 2, 2), 2) == ((2, 2, 2), (2, 1, 1))
-    assert _over_slices(MeshSpec(1, 8, 2), 2) == ((1, 4, 2), (1, 2, 1))
+    assert over_slices(MeshSpec(4, 2, 2), 2) == ((2, 2, 2), (2, 1, 1))
+    assert over_slices(MeshSpec(1, 8, 2), 2) == ((1, 4, 2), (1, 2, 1))
     with pytest.raises(MeshError, match="cannot span 2 slices: dp or fsdp must be a multiple of 2"):
-        _over_slices(MeshSpec(1, 1, 8), 2)
+        over_slices(MeshSpec(1, 1, 8), 2)

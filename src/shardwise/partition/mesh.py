@@ -190,7 +190,7 @@ def _build_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> jax.sharding.Mesh:
     try:
         if len(slices) > 1:
             grid = mesh_utils.create_hybrid_device_mesh(
-                *_over_slices(spec, len(slices)), devices, allow_split_physical_axes=spec.split_physical
+                *over_slices(spec, len(slices)), devices, allow_split_physical_axes=spec.split_physical
             )
         else:
             grid = mesh_utils.create_device_mesh(
@@ -202,7 +202,7 @@ def _build_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
-def _over_slices(spec: MeshSpec, num_slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def over_slices(spec: MeshSpec, num_slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes within a slice and across slices; the slow network takes `dp` first, then `fsdp`, never `tp`."""
     for axis in ("dp", "fsdp"):
         if spec.sizes[axis] % num_slices == 0:
