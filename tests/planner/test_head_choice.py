@@ -11,8 +11,8 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.rules import HeadLayout
-from shardwise.planner.hardware import DEVICES
 from shardwise.planner.head_choice import HeadChoice, LayoutCost, choose_head_layout
+from shardwise.runtime.chips import Torus, chips
 from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.workload import Task, Workload
 
@@ -21,6 +21,7 @@ BIG = ModelConfig(
     max_position=4096,
 )  # fmt: skip
 TIED = replace(BIG, tie_embeddings=True)
+CHIPS = {"tpu": chips()["v5p"], "gpu": chips()["h100"], "cpu": chips()["cpu"]}
 LAYOUTS = {"vocab", "hidden", "replicated"}
 
 
@@ -36,14 +37,14 @@ def choice(
     def make(layout: HeadLayout) -> Any:
         return plan_model(config, MeshSpec(tp=tp), head_layout=layout)
 
-    return choose_head_layout(make, workload(task, batch, **more), DEVICES[device])
+    return choose_head_layout(make, workload(task, batch, **more), CHIPS[device])
 
 
 def costs(task: Task, **more: Any) -> dict[str, LayoutCost]:
     return {c.layout: c for c in choice(task, **more).costs}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CHIPS)
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("config", [BIG, TIED], ids=["untied", "tied"])
 def test_decoding_with_a_large_vocabulary_cuts_the_vocabulary_and_repeats_the_head_last(
@@ -107,13 +108,15 @@ def test_all_layouts_are_compared_and_equal_ones_keep_an_order() -> None:
     def same(layout: HeadLayout) -> Any:
         return plan_model(BIG, MeshSpec(tp=2), head_layout="vocab")
 
-    found = choose_head_layout(same, workload("decode"), DEVICES["tpu"])
+    found = choose_head_layout(same, workload("decode"), CHIPS["tpu"])
     assert [c.layout for c in found.costs] == ["vocab", "hidden", "replicated"]
     assert len({c.seconds for c in found.costs}) == 1
 
 
 def test_of_equal_times_the_one_that_sends_less_comes_first() -> None:
-    free = replace(DEVICES["tpu"], link=float("inf"), latency=0.0)  # sending takes no time
+    fabric = CHIPS["tpu"].fabric
+    assert isinstance(fabric, Torus)
+    free = replace(CHIPS["tpu"], fabric=replace(fabric, link=float("inf")), latency=0.0)  # sending is free
     small = replace(BIG, vocab_size=2048)
     found = choose_head_layout(
         lambda layout: plan_model(small, MeshSpec(tp=2), head_layout=layout), workload("decode"), free

@@ -15,8 +15,8 @@ from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Plan
 from shardwise.partition.plan_file import mesh_of, read_plan_file, restore_plan, save_plan
 from shardwise.partition.rules import HeadLayout
-from shardwise.planner.hardware import DEVICES, Device
 from shardwise.planner.head_choice import HeadChoice, choose_head_layout
+from shardwise.runtime.chips import Chip, chip_of_device, find_chip
 from shardwise.runtime.distributed import is_main_process
 from shardwise.steps.workload import Workload
 
@@ -52,8 +52,7 @@ def plan_for(
         import jax
 
         devices = jax.devices()
-    device = DEVICES.get(devices[0].platform, DEVICES["cpu"])
-    made, choice = plan_on(options, config, mesh, workload(mesh), device)
+    made, choice = plan_on(options, config, mesh, workload(mesh), _chip(devices[0]))
     if options.save_plan is not None and is_main_process():  # the processes' plans are the same
         save_plan(made, options.save_plan)
     lines = [choice.summary()] if choice is not None else []
@@ -64,6 +63,12 @@ def plan_for(
     return made
 
 
+def _chip(device: Any) -> Chip:
+    """The chip whose rates the head layouts are compared with: the device's, or one of its kind."""
+    usual = {"tpu": "v5p", "gpu": "h100", "cuda": "h100"}.get(device.platform, "cpu")
+    return chip_of_device(device.device_kind, device.platform) or find_chip(usual)
+
+
 def asked_mesh(options: MeshOptions) -> MeshSpec | None:
     """The mesh of `--mesh`, which may hold a -1, or of the plan file; None where neither is given."""
     if options.mesh is not None:
@@ -72,7 +77,7 @@ def asked_mesh(options: MeshOptions) -> MeshSpec | None:
 
 
 def plan_on(
-    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device
+    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, chip: Chip
 ) -> tuple[Plan, HeadChoice | None]:
     """The same on a given mesh, whether or not it is there, and the comparison behind its head layout, if
     there was one; saves nothing."""
@@ -83,14 +88,14 @@ def plan_on(
             lambda *given: plan_model(config, mesh, *given),
         )  # fmt: skip
     else:
-        choice = head_choice(options, config, mesh, workload, device)
+        choice = head_choice(options, config, mesh, workload, chip)
         layout = _layout(options) if choice is None else choice.layout
         made = _make(options, config, mesh, layout)
     return made, choice
 
 
 def head_choice(
-    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, device: Device
+    options: MeshOptions, config: ModelConfig, mesh: MeshSpec, workload: Workload, chip: Chip
 ) -> HeadChoice | None:
     """The comparison behind `--head-layout auto`; None where there is nothing to choose.
 
@@ -103,7 +108,7 @@ def head_choice(
     overridden = any(o.matches(config.head_path) for o in (*base.overrides, *base.rules.overrides))
     if overridden or "tp" not in base.rules.mesh_axes("vocab"):
         return None
-    return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, device)
+    return choose_head_layout(lambda layout: _make(options, config, mesh, layout), workload, chip)
 
 
 def _layout(options: MeshOptions) -> HeadLayout | None:

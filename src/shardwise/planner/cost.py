@@ -8,16 +8,15 @@ that `explain` shows; one formula a function, with its source. Not here: what mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.partition.plan import Plan
 from shardwise.planner.collectives import Collective
-from shardwise.planner.efficiency import efficiency
+from shardwise.planner.efficiency import Work, efficiency
 from shardwise.planner.hosting import Hosting
 from shardwise.planner.memory import parameter_bytes
 from shardwise.planner.predict import Ledger, itemsize, predict
-from shardwise.runtime.chips import Chip
 from shardwise.steps.workload import Workload
 
 ATTENTION_SHARE = 0.5
@@ -71,7 +70,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a prediction may take other than the workload says, to be compared with other people's programs."""
+    """Where a prediction departs from our own step, to be compared with other people's programs."""
 
     product_dtype: str | None = None
     """Of products with parameters, such as int8; None: the compute dtype."""
@@ -97,7 +96,7 @@ def _sequence(ledger: Ledger, hosting: Hosting, assumed: Assumed) -> Cost:
     """Training, scoring and prefill: many tokens at once, so that products are bound by the chip's rate."""
     workload, system = ledger.workload, hosting.system
     chip, share = system.chip, system.flops_share
-    kind = "train" if ledger.trains else "prefill"
+    kind: Work = "train" if ledger.trains else "prefill"
     reached = assumed.efficiency or efficiency(chip, kind)
     dtype = assumed.product_dtype or workload.compute_dtype
     product_flops, attention_flops, again_products, again_attention = _flops(ledger)
@@ -189,7 +188,7 @@ def activation_traffic(ledger: Ledger) -> float:
     hidden = (3 if plan.config.gated_mlp else 2) * part["mlp_hidden"]
     around = part["query"] + part["key"] + part["value"] + part["attention_out"]
     forward = (6 * part["residual"] + 2 * around + 2 * hidden) * size
-    passes = 1
+    passes = 1.0
     if ledger.trains:
         passes = 3 + (workload.remat == "full") + 0.5 * (workload.remat == "dots")
     micro = workload.grad_accum_steps if ledger.trains else 1
@@ -209,9 +208,9 @@ def used_bytes(ledger: Ledger) -> float:
     config, total = plan.config, 0.0
     rows = ledger.rows
     for d in plan.decisions:
-        local = ledger.local(d.use_shape, d.at_use())
+        local = float(ledger.local(d.use_shape, d.at_use()))
         if d.use.kind == "embedding" and plan.head_path != d.path:
-            local = rows * d.use_shape[-1]
+            local = float(rows * d.use_shape[-1])
         if d.use.kind == "expert" and config.num_experts:
             # Chance that none of the rows' choices is a given expert, if all are as likely.
             missed = (1 - config.experts_per_token / config.num_experts) ** (rows * ledger.workload.length)
@@ -224,14 +223,14 @@ def cache_bytes(ledger: Ledger) -> float:
     """Bytes of keys and values that one device reads for a token a row: as many positions as the rows hold,
     which is the whole capacity at the longest."""
     plan, workload, heads = ledger.plan, ledger.workload, ledger.plan.padding.heads
-    total = 0
+    total = 0.0
     windows = plan.config.windows or (None,) * plan.config.num_layers
     for window in windows:
         reach = min(workload.capacity, window) if window else workload.capacity
         shape = (ledger.rows * plan.batch_multiple(), reach, heads.slots, plan.config.head_dim)
         spec = tuple(() if i == 1 else axes for i, axes in enumerate(plan.activation("kv_cache")))
         total += 2 * ledger.local(shape, spec) // plan.mesh.size(plan.activation("kv_cache")[1])
-    return float(total * itemsize(ledger.compute))
+    return total * itemsize(ledger.compute)
 
 
 def _messages(
@@ -287,13 +286,3 @@ def mfu(cost: Cost, hosting: Hosting, dtype: str) -> float:
     system = hosting.system
     peak = system.chip.flops(dtype) * system.flops_share * system.num_devices
     return cost.model_flops / cost.total / peak
-
-
-def by_axis(costs: Iterable[Cost]) -> set[str]:
-    """All keys of `exposed` and `hidden`."""
-    return {key for one in costs for key in (*one.exposed, *one.hidden)}
-
-
-def peak_of(chip: Chip, dtype: str) -> float:
-    """Peak of one device, FLOP/s."""
-    return chip.flops(dtype)

@@ -24,7 +24,7 @@ from shardwise.planner import explain_view as view
 from shardwise.planner.audit import ALLOWED_SHARE, Audit, audit
 from shardwise.planner.choose import asked_mesh, plan_on
 from shardwise.planner.explain import explain
-from shardwise.planner.hardware import DEVICES
+from shardwise.runtime.chips import find_chip
 from shardwise.runtime.files import write_new
 from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.workload import Workload
@@ -50,7 +50,7 @@ def run(options: ExplainOptions) -> int:
     workload = workload_of(options, config, mesh)
     console = view.console()
     quiet = options.json == "-"
-    plan, choice = plan_on(options, config, mesh, workload, DEVICES["tpu"])
+    plan, choice = plan_on(options, config, mesh, workload, find_chip("v5p"))
     explanation = explain(plan, workload)
     # Both refuse what they do not find, which is to be known before anything is written.
     shown = None if options.tensor is None else matching(plan, options.tensor)

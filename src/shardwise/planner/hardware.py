@@ -155,9 +155,10 @@ def _gpu(
         return System(chip, (min(count, most),), max(1, count // most)), ()
     each, nodes = many or 1, times or 1
     if each > most:
+        full = -(-each * nodes // most)
         raise ConfigError(
             f"--on {text!r}: a node has {most} {chip.name}s that share a switch; for {each * nodes} of them"
-            f" give {chip.name}:{-(-each * nodes // most) * most} or {most}x{chip.name}x{-(-each * nodes // most)}"
+            f" give {chip.name}:{full * most} or {most}x{chip.name}x{full}"
         )
     if times is not None:
         notes.append(f"{text} is read as {nodes} nodes of {each} {chip.name}s, {each * nodes} in all")
@@ -176,8 +177,8 @@ def _tpu(
             return System(chip, wanted, slices), ()
         near = _nearest(chip, math.prod(dims))
         raise ConfigError(
-            f"--on {text!r}: {chip.name} has no slice of {_by(dims)}; its torus has {torus.axes} axes; nearest:"
-            f" {', '.join(f'{chip.name}:{_by(shape)}' for shape in near)}"
+            f"--on {text!r}: {chip.name} has no slice of {_by(dims)}; its torus has {torus.axes} axes;"
+            f" nearest: {', '.join(f'{chip.name}:{_by(shape)}' for shape in near)}"
         )
     cores = torus.cores_per_chip
     if count is None:
@@ -186,7 +187,8 @@ def _tpu(
         wanted_chips, rest = divmod(count, cores)
         if rest:
             raise ConfigError(
-                f"--on {text!r}: names of {chip.name} slices count TensorCores, {cores} a chip; {count} is odd"
+                f"--on {text!r}: names of {chip.name} slices count TensorCores, {cores} a chip, but"
+                f" {count} is odd"
             )
     default = next((s for s in shapes(chip) if math.prod(s) == wanted_chips), None)
     if default is None:
@@ -211,11 +213,12 @@ def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
     After Google's tables: a 2-D chip has eight; a 3-D one some below 64 chips, and above that every box of
     4×4×4 cubes. The usual shape is the one nearest to a cube.
     """
-    return iter(_shapes(chip.name, chip.fabric))  # type: ignore[arg-type]
+    assert isinstance(chip.fabric, Torus)
+    return iter(_shapes(chip.fabric))
 
 
 @lru_cache(maxsize=16)
-def _shapes(name: str, torus: Torus) -> tuple[tuple[int, ...], ...]:
+def _shapes(torus: Torus) -> tuple[tuple[int, ...], ...]:
     if torus.axes == 2:
         return ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
     small = [(1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)]

@@ -13,9 +13,9 @@ from typing import get_args
 from shardwise.partition.plan import Plan
 from shardwise.partition.rules import HeadLayout
 from shardwise.planner.collectives import Collective
-from shardwise.planner.hardware import Device
 from shardwise.planner.predict import Ledger, itemsize, predict
 from shardwise.planner.predict_head import head_cause
+from shardwise.runtime.chips import Chip
 from shardwise.steps.workload import Workload
 
 
@@ -40,7 +40,7 @@ class HeadChoice:
     """The layouts compared, the cheapest first."""
 
     costs: tuple[LayoutCost, ...]
-    device: Device
+    chip: Chip
     tied: bool
 
     @property
@@ -51,7 +51,7 @@ class HeadChoice:
     def lines(self) -> list[str]:
         """The comparison as text, a line each."""
         ends = "head and look-up (tied)" if self.tied else "head"
-        head = f"{ends}, a step on one device; times for {self.device.name}"
+        head = f"{ends}, a step on one device; times for {self.chip.name}"
         table = [
             f"  {c.layout:<10} {c.seconds * 1e3:>8.4g} ms  weight {_bytes(c.weight_bytes):>7}"
             f" {c.flops / 1e9:>9.4g} GFLOP {_bytes(c.moved):>7} in {c.messages} messages"
@@ -69,18 +69,18 @@ class HeadChoice:
         return f"head layout {self.layout} (auto; a step on one device, predicted): {'; '.join(costs)}"
 
 
-def choose_head_layout(make: Callable[[HeadLayout], Plan], workload: Workload, device: Device) -> HeadChoice:
+def choose_head_layout(make: Callable[[HeadLayout], Plan], workload: Workload, chip: Chip) -> HeadChoice:
     """Compare the layouts for a workload.
 
     Args:
         make: the plan with a given head layout.
     """
-    costs = [_cost(make(layout), layout, workload, device) for layout in get_args(HeadLayout)]
+    costs = [_cost(make(layout), layout, workload, chip) for layout in get_args(HeadLayout)]
     tied = make("vocab").config.tie_embeddings
-    return HeadChoice(tuple(sorted(costs, key=lambda c: (c.seconds, c.moved))), device, tied)
+    return HeadChoice(tuple(sorted(costs, key=lambda c: (c.seconds, c.moved))), chip, tied)
 
 
-def _cost(plan: Plan, layout: HeadLayout, workload: Workload, device: Device) -> LayoutCost:
+def _cost(plan: Plan, layout: HeadLayout, workload: Workload, chip: Chip) -> LayoutCost:
     ledger = predict(plan, workload)
     path = plan.head_path
     assert path is not None, "a model without a head over the vocabulary has no layouts"
@@ -90,7 +90,8 @@ def _cost(plan: Plan, layout: HeadLayout, workload: Workload, device: Device) ->
     decision = plan[path]
     weight = ledger.local(decision.use_shape, decision.at_use()) * itemsize(workload.compute_dtype)
     reads = weight * _passes(ledger, decision.use_shape[0] // plan.mesh.size(decision.at_use()[0]))
-    seconds = max(flops / device.flops, reads / device.memory) + _sending(sent, plan, device)
+    seconds = max(flops / chip.flops(workload.compute_dtype), reads / chip.memory_bandwidth)
+    seconds += _sending(sent, plan, chip)
     moved = sum(c.moved(plan.mesh) for c in sent)
     return LayoutCost(layout, weight, flops, moved, sum(c.count for c in sent), seconds)
 
@@ -104,7 +105,7 @@ def _passes(ledger: Ledger, vocab: int) -> int:
     return 3 * chunks * workload.grad_accum_steps if ledger.trains else chunks
 
 
-def _sending(sent: Iterable[Collective], plan: Plan, device: Device) -> float:
+def _sending(sent: Iterable[Collective], plan: Plan, chip: Chip) -> float:
     """Seconds of all collectives, one after the other.
 
     A large payload goes round a ring, N−1 hops for each of its two halves; one of a few numbers is exchanged
@@ -114,10 +115,10 @@ def _sending(sent: Iterable[Collective], plan: Plan, device: Device) -> float:
     for c in sent:
         devices = plan.mesh.size(c.axes)
         hops = (devices - 1) * (2 if c.op == "all-reduce" else 1)
-        ring = c.moved(plan.mesh) / device.link + c.count * hops * device.latency
+        ring = c.moved(plan.mesh) / chip.ring + c.count * hops * chip.latency
         if c.op == "all-reduce":
             rounds = math.ceil(math.log2(devices))
-            ring = min(ring, c.count * rounds * (device.latency + c.payload / device.link))
+            ring = min(ring, c.count * rounds * (chip.latency + c.payload / chip.ring))
         total += ring
     return total
 

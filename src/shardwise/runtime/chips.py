@@ -94,7 +94,7 @@ class Chip:
 
     @property
     def ring(self) -> float:
-        """Bytes a second that one JAX device sends in a ring along one axis of the fast network, both ways."""
+        """Bytes a second that one JAX device sends in a ring along one axis of the fast network."""
         if isinstance(self.fabric, Torus):
             return 2 * self.fabric.link / self.devices
         return self.fabric.link if self.fabric is not None else self.scale_out

@@ -1,6 +1,6 @@
 """The floating-point rate that utilisation is measured against.
 
-Not here: the planner's hardware table (planner/), which knows bandwidths too.
+Not here: the table of chips (chips.py).
 """
 
 from __future__ import annotations
@@ -8,20 +8,7 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 
-# Dense peak of one device in FLOP/s, as its maker states it, for bfloat16 inputs.
-_BF16_PEAK = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+from shardwise.runtime.chips import chip_of_device
 
 
 @lru_cache(maxsize=4)
@@ -35,11 +22,12 @@ def peak_flops(compute_dtype: str) -> tuple[float, str]:
     import jax.numpy as jnp
 
     device = jax.devices()[0]
-    kinds = sorted((kind for kind in _BF16_PEAK if device.device_kind.startswith(kind)), key=len)
-    if kinds:
-        return _BF16_PEAK[
-            kinds[-1]
-        ] * jax.device_count(), f"{jax.device_count()} × {kinds[-1]}, bfloat16 peak"
+    chip = chip_of_device(device.device_kind, device.platform)
+    if chip is not None and chip.kind != "cpu":
+        return (
+            chip.flops("bfloat16") * jax.device_count(),
+            f"{jax.device_count()} × {device.device_kind}, bfloat16 peak",
+        )
     n = 2048
     x = jax.device_put(jnp.ones((n, n), compute_dtype), jax.local_devices()[0])
     multiply = jax.jit(lambda a: a @ a)
