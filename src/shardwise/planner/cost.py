@@ -78,6 +78,14 @@ class Assumed:
     """Instead of the chip's documented constant."""
     message_itemsize: int | None = None
     """Bytes of an element of gradients and partial sums on the wire; None: as our steps send them."""
+    weight_itemsize: int | None = None
+    """Bytes of a parameter in decoding; None: the workload's."""
+    cache_itemsize: int | None = None
+    """Bytes of an element of keys and values in decoding; None: the compute dtype's."""
+    attention_share: float = 1.0
+    """Of attention's products, the part that is computed, where a kernel leaves out what windows hide."""
+    recomputed_share: float = 1.0
+    """Of what the remat policy computes again, the part that is."""
 
 
 def cost(plan: Plan, workload: Workload, hosting: Hosting, assumed: Assumed = Assumed()) -> Cost:
@@ -100,6 +108,9 @@ def _sequence(ledger: Ledger, hosting: Hosting, assumed: Assumed) -> Cost:
     reached = assumed.efficiency or efficiency(chip, kind)
     dtype = assumed.product_dtype or workload.compute_dtype
     product_flops, attention_flops, again_products, again_attention = _flops(ledger)
+    product_flops -= again_products * (1 - assumed.recomputed_share)
+    attention_flops -= again_attention * (1 - assumed.recomputed_share)
+    attention_flops *= assumed.attention_share
     product_rate = chip.flops(dtype) * share * reached
     attention_rate = chip.flops(workload.compute_dtype) * share * reached * ATTENTION_SHARE
     products, attention = product_flops / product_rate, attention_flops / attention_rate
@@ -128,7 +139,13 @@ def _decode(ledger: Ledger, hosting: Hosting, assumed: Assumed) -> Cost:
     dtype = assumed.product_dtype or workload.compute_dtype
     product_flops, attention_flops, _, _ = _flops(ledger)
     products = product_flops / (chip.flops(dtype) * share * efficiency(chip, "prefill"))
-    reads = (used_bytes(ledger) + cache_bytes(ledger)) / (chip.memory_bandwidth * share * reached)
+    weights = used_bytes(ledger)
+    if assumed.weight_itemsize is not None:
+        weights *= assumed.weight_itemsize / itemsize(workload.param_dtype)
+    cache = cache_bytes(ledger)
+    if assumed.cache_itemsize is not None:
+        cache *= assumed.cache_itemsize / itemsize(workload.compute_dtype)
+    reads = (weights + cache) / (chip.memory_bandwidth * share * reached)
     attention = attention_flops / (chip.flops(workload.compute_dtype) * share * efficiency(chip, "prefill"))
     exposed, hidden = _messages(ledger, hosting, 0.0, assumed)
     return Cost(
@@ -274,7 +291,7 @@ def collective_seconds(c: Collective, hosting: Hosting, assumed: Assumed = Assum
         scale = assumed.message_itemsize / itemsize(c.dtype)
     moved = c.moved(hosting.mesh) * scale
     twice = 2 if c.op == "all-reduce" else 1
-    ring = moved / link.bandwidth + c.count * twice * link.hops * link.latency
+    ring = moved / link.bandwidth + c.count * twice * link.delay
     if c.op != "all-reduce":
         return ring
     rounds = math.ceil(math.log2(link.size))

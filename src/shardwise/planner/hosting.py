@@ -32,8 +32,8 @@ class Link:
     """Bytes a second that each device sends in a ring over the group."""
     latency: float
     """Seconds of one hop."""
-    hops: int
-    """Hops that the first byte of a ring takes to the last device."""
+    delay: float
+    """Seconds that a byte takes once round the ring, however little is sent."""
     where: str
     """In words."""
 
@@ -57,7 +57,7 @@ class Hosting:
         slowest = min(found, key=lambda link: link.bandwidth)
         return Link(
             math.prod(link.size for link in found), slowest.bandwidth, max(link.latency for link in found),
-            sum(link.hops for link in found), " and ".join(link.where for link in found),
+            sum(link.delay for link in found), " and ".join(link.where for link in found),
         )  # fmt: skip
 
 
@@ -82,7 +82,9 @@ def host(system: System, mesh: MeshSpec) -> Hosting:
     else:
         chip = system.chip
         links = {
-            axis: Link(n, chip.scale_out / system.num_devices, chip.latency, n - 1, "through memory")
+            axis: Link(
+                n, chip.scale_out / system.num_devices, chip.latency, (n - 1) * chip.latency, "through memory"
+            )
             for axis, n in mesh.sizes.items()
             if n > 1
         }
@@ -97,9 +99,9 @@ def _between_slices(system: System, inside: Link | None, within: int, slices: in
     chip = system.chip
     rate = chip.scale_out / chip.devices * within
     bandwidth = rate if inside is None else min(inside.bandwidth, rate)
-    hops = slices - 1 + (0 if inside is None else inside.hops)
+    delay = (slices - 1) * chip.scale_out_latency + (0.0 if inside is None else inside.delay)
     place = f"{slices} slices" + (f" of {inside.where}" if inside else "")
-    return Link(within * slices, bandwidth, chip.scale_out_latency, hops, place)
+    return Link(within * slices, bandwidth, chip.scale_out_latency, delay, place)
 
 
 @dataclass
@@ -186,12 +188,12 @@ def _over(system: System, parts: list[tuple[_Dim, int, int]]) -> Link:
     )
     names = " and ".join(dim.name if n == dim.size else f"{n} of {dim.size}" for dim, n, _ in parts)
     if not torus:
-        return Link(parts[0][1], parts[0][0].rate, chip.latency, 1, names)
+        return Link(parts[0][1], parts[0][0].rate, chip.latency, chip.latency, names)
     shares = math.prod(n for dim, n, _ in parts if dim.name.endswith("a chip"))
     rate = sum(
         dim.rate * (2 if dim.wraps and n * stride == dim.size else 1) / stride for dim, n, stride in torus
     )
-    return Link(math.prod(n for _, n, _ in parts), rate * shares, chip.latency, max(1, hops), names)
+    return Link(math.prod(n for _, n, _ in parts), rate * shares, chip.latency, hops * chip.latency, names)
 
 
 def _behind_switch(system: System, domain: Domain, mesh: MeshSpec) -> dict[str, Link]:
@@ -200,12 +202,15 @@ def _behind_switch(system: System, domain: Domain, mesh: MeshSpec) -> dict[str, 
     links, stride = {}, 1
     for axis, n in reversed(mesh.sizes.items()):
         if n > 1:
-            inside = min(n, max(1, node // stride)) if node % stride == 0 or stride < node else 1
+            inside = min(n, max(1, node // stride))
+            near = (inside - 1) * chip.latency
             if stride * n <= node:
-                links[axis] = Link(n, domain.link, chip.latency, n - 1, "NVLink")
+                links[axis] = Link(n, domain.link, chip.latency, near, "NVLink")
             else:
+                nodes = -(-n // inside)
                 rate = min(domain.link if inside > 1 else math.inf, chip.scale_out * inside)
-                place = f"{-(-n // inside)} nodes" + (f", {inside} GPUs in each" if inside > 1 else "")
-                links[axis] = Link(n, rate, chip.scale_out_latency, n - 1, place)
+                place = f"{nodes} nodes" + (f", {inside} GPUs in each" if inside > 1 else "")
+                far = (nodes - 1) * chip.scale_out_latency
+                links[axis] = Link(n, rate, chip.scale_out_latency, near + far, place)
         stride *= n
     return links
