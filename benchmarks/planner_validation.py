@@ -171,24 +171,33 @@ def _order(values: list[float]) -> np.ndarray:
 
 
 def fit(runs: list[Run]) -> None:
-    """Print for each chip, and for each class, the constant for which the median ratio is 1.
+    """Print for each chip the constant for which the median ratio is 1, and for each class the median of its
+    chips' constants.
 
     Dense trust-A runs only. Nothing else is fitted.
     """
     kinds: tuple[Literal["train", "decode"], ...] = ("train", "decode")
     for kind in kinds:
         usable = [run for run in runs if run.kind == kind and run.trust == "A" and not run.config.num_experts]
-        groups = {chip: [r for r in usable if r.chip == chip] for chip in sorted({r.chip for r in usable})}
-        groups |= {c: [r for r in usable if r.system.chip.kind == c] for c in ("tpu", "gpu")}
-        for name, group in groups.items():
-            if group:
-                low, high = 0.05, 1.5
-                for _ in range(20):
-                    middle = (low + high) / 2
-                    ratios = [compare(run, middle).ratio for run in group]
-                    low, high = (middle, high) if np.median(ratios) > 1 else (low, middle)
-                note = "" if len(group) >= FEWEST or name in ("tpu", "gpu") else "  (takes its class's)"
-                print(f"{kind:7} {name:8} {len(group):3} runs  {middle:.3f}{note}")
+        found: dict[str, list[float]] = {"tpu": [], "gpu": []}
+        for chip in sorted({run.chip for run in usable}):
+            group = [run for run in usable if run.chip == chip]
+            constant = _constant(group)
+            found[group[0].system.chip.kind].append(constant)
+            note = "" if len(group) >= FEWEST else "  (takes its class's)"
+            print(f"{kind:7} {chip:8} {len(group):3} runs  {constant:.3f}{note}")
+        for name, constants in found.items():
+            if constants:
+                print(f"{kind:7} {name:8} {len(constants):3} chips {np.median(constants):.3f}")
+
+
+def _constant(group: list[Run]) -> float:
+    low, high = 0.05, 1.5
+    for _ in range(20):
+        middle = (low + high) / 2
+        above = np.median([compare(run, middle).ratio for run in group]) > 1
+        low, high = (middle, high) if above else (low, middle)
+    return middle
 
 
 def _write(

@@ -30,7 +30,7 @@ OTHERS_ARCHITECTURE = ("deepseek", "gemma4", "llama4", "glm")
 _QUANT = {"int8": "int8", "fp8": "float8", "float8": "float8"}
 
 
-class NotOurs(Exception):
+class NotOursError(Exception):
     """Why a row cannot be predicted."""
 
 
@@ -65,7 +65,7 @@ def read(path: str | Path) -> tuple[list[Run], dict[str, str]]:
         for row in csv.DictReader(file):
             try:
                 runs.append(_run(row))
-            except NotOurs as why:
+            except NotOursError as why:
                 left[row["id"]] = str(why)
     return runs, left
 
@@ -75,9 +75,9 @@ def _run(row: dict[str, str]) -> Run:
     trust = re.search(r"trust=([ABC])", notes)
     for axis in ("pp", "cp", "ep"):
         if row[axis] not in ("", "1"):
-            raise NotOurs(f"{axis} {row[axis]}")
+            raise NotOursError(f"{axis} {row[axis]}")
     if row["model"].startswith(OTHERS_ARCHITECTURE):
-        raise NotOurs(f"architecture of {row['model']}")
+        raise NotOursError(f"architecture of {row['model']}")
     config = _config(row)
     system = _system(row)
     mesh = _mesh(row, system)
@@ -100,7 +100,7 @@ def _config(row: dict[str, str]) -> ModelConfig:
             key: int(row[key]) for key in ("layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff")
         }
     except ValueError:
-        raise NotOurs("sizes of the model") from None
+        raise NotOursError("sizes of the model") from None
     return ModelConfig(
         vocab_size=int(row["vocab"] or 50304),
         embed_dim=sizes["d_model"],
@@ -119,7 +119,7 @@ def _config(row: dict[str, str]) -> ModelConfig:
 
 def _system(row: dict[str, str]) -> System:
     if not row["n_chips"]:
-        raise NotOurs("number of chips")
+        raise NotOursError("number of chips")
     chip, count = find_chip(row["chip"]), int(row["n_chips"])
     gbits = re.search(r"(\d+) Gb/s per node", row["notes"])
     if isinstance(chip.fabric, Domain):
@@ -131,25 +131,25 @@ def _system(row: dict[str, str]) -> System:
     each = count // slices
     shape = next((s for s in shapes(chip) if math.prod(s) == each), None)
     if shape is None:
-        raise NotOurs(f"a slice of {each} chips")
+        raise NotOursError(f"a slice of {each} chips")
     return System(chip, shape, slices)
 
 
 def _mesh(row: dict[str, str], system: System) -> MeshSpec:
     if not any(row[axis] for axis in ("dp", "fsdp", "tp")):
-        raise NotOurs("mesh")
+        raise NotOursError("mesh")
     dp, fsdp, tp = (int(row[axis] or 1) for axis in ("dp", "fsdp", "tp"))
     if dp * fsdp * tp != system.num_devices:
-        raise NotOurs(f"mesh {dp},{fsdp},{tp} on {system.num_devices} devices")
+        raise NotOursError(f"mesh {dp},{fsdp},{tp} on {system.num_devices} devices")
     return MeshSpec(dp, fsdp, tp, split_physical=True)
 
 
 def _workload(row: dict[str, str], config: ModelConfig, mesh: MeshSpec) -> tuple[Workload, Assumed]:
     quant = row["quant"].split()[0].split("-")[0].split("_")[0] if row["quant"] else "none"
     if quant not in ("none", *_QUANT):
-        raise NotOurs(f"products in {row['quant']}")
+        raise NotOursError(f"products in {row['quant']}")
     if not row["global_batch_seqs"] or not row["seq_len"]:
-        raise NotOurs("batch or length")
+        raise NotOursError("batch or length")
     batch, length = int(row["global_batch_seqs"]), int(row["seq_len"])
     product = _QUANT.get(quant)
     if row["kind"] == "decode":
@@ -166,8 +166,8 @@ def _workload(row: dict[str, str], config: ModelConfig, mesh: MeshSpec) -> tuple
     if batch % (mesh.dp * mesh.fsdp * steps):
         steps = 1
     if batch % (mesh.dp * mesh.fsdp):
-        raise NotOurs(f"a batch of {batch} over {mesh}")
-    remat, share = _remat(row, config, mesh, batch, length, steps)
+        raise NotOursError(f"a batch of {batch} over {mesh}")
+    remat, products, attention = _remat(row, config, mesh, batch, length, steps)
     workload = Workload(
         "train", batch, length, compute_dtype="bfloat16", param_dtype="float32", remat=remat,
         grad_accum_steps=steps, optimizer=OptimizerConfig(),
@@ -176,13 +176,14 @@ def _workload(row: dict[str, str], config: ModelConfig, mesh: MeshSpec) -> tuple
     return workload, Assumed(
         product_dtype=product,
         message_itemsize=wire,
-        recomputed_share=share,
+        recomputed_products=products,
+        recomputed_attention=attention,
         attention_share=_seen(row, length),
     )
 
 
 def _seen(row: dict[str, str], length: int) -> float:
-    """The part of causal attention that layers with windows leave: `sliding window W … (L local:G global)`."""
+    """The part of causal attention that is left by `sliding window W on local layers (L local:G global)`."""
     found = re.search(r"sliding window (\d+) on local layers \((\d+) local:(\d+) global\)", row["notes"])
     if found is None:
         return 1.0
@@ -193,12 +194,12 @@ def _seen(row: dict[str, str], length: int) -> float:
 
 def _remat(
     row: dict[str, str], config: ModelConfig, mesh: MeshSpec, batch: int, length: int, steps: int
-) -> tuple[Any, float]:
-    """Our nearest policy, and the part of what it computes again that the run does; where nothing is said,
-    the first that fits."""
+) -> tuple[Any, float, float]:
+    """Our nearest policy, and the parts of the products and of attention which that computes again that the
+    run does; where nothing is said, the first policy that fits."""
     text = row["remat"]
     if text == "none":
-        return "none", 1.0
+        return "none", 1.0, 1.0
     if text == "":
         plan, system = plan_model(config, mesh), _system(row)
         for remat in ("none", "dots"):
@@ -207,28 +208,40 @@ def _remat(
                 optimizer=OptimizerConfig(),
             )  # fmt: skip
             if memory(plan, workload).total < 0.9 * system.hbm:
-                return remat, 1.0
-        return "full", 1.0
+                return remat, 1.0, 1.0
+        return "full", 1.0, 1.0
+    if text.startswith("custom") or "qkv_proj" in text or "except_mlp" in text:
+        return "full", *_not_saved(text, config)
     if text.startswith("full"):
-        return "full", 1.0
-    if text.startswith("custom"):
-        saved = set(re.findall(r"q\+k\+v|out_proj|context|mlpwo|mlpwi", text))
-        # Of what a layer makes again (q, k, v, o, gate, up, attention), projections are about a fifth.
-        return "full", 1.0 - 0.1 * ("q+k+v" in saved) - 0.1 * ("out_proj" in saved) - 0.1 * (
-            "context" in saved
-        )
-    if "qkv" in text:
-        return "full", 0.9
-    if text.startswith("selective (op") or "block subset" in text or "layer" in text:
-        return "full", 0.5
-    return "dots", 1.0
+        return "full", 1.0, 1.0
+    if "layer" in text or "block subset" in text:  # every other layer
+        return "full", 0.5, 0.5
+    if text.startswith("selective (op"):  # every other product, and attention is kept
+        return "full", 0.5, 0.0
+    return "dots", 1.0, 0.0 if "flash" in text or "dot" in text.lower() else 1.0
+
+
+def _not_saved(text: str, config: ModelConfig) -> tuple[float, float]:
+    """What is computed again, by the names of what is saved or brought to the host."""
+    saved = set(re.findall(r"(?<![a-z])(?:q|k|v|out_proj|context|mlpwi)(?![a-z_])", text))
+    if "qkv_proj" in text or "except_mlp" in text:
+        saved |= {"q", "k", "v"}
+    if "except_mlp" in text:
+        saved |= {"out_proj", "context"}
+    d, e = config.embed_dim, config.head_dim
+    again = {
+        "q": d * config.num_heads * e, "k": d * config.num_kv_heads * e, "v": d * config.num_kv_heads * e,
+        "out_proj": config.num_heads * e * d, "mlpwi": (1 + config.gated_mlp) * d * config.mlp_dim,
+    }  # fmt: skip
+    products = sum(size for name, size in again.items() if name not in saved) / sum(again.values())
+    return products, 0.0 if "context" in saved else 1.0
 
 
 def _seconds(row: dict[str, str], workload: Workload) -> float:
     if row["step_time_s"]:
         return float(row["step_time_s"])
     if not row["tokens_per_s_per_chip"]:
-        raise NotOurs("no time")
+        raise NotOursError("no time")
     tokens = workload.batch * workload.length
     return tokens / float(row["tokens_per_s_per_chip"]) / int(row["n_chips"])
 

@@ -84,8 +84,10 @@ class Assumed:
     """Bytes of an element of keys and values in decoding; None: the compute dtype's."""
     attention_share: float = 1.0
     """Of attention's products, the part that is computed, where a kernel leaves out what windows hide."""
-    recomputed_share: float = 1.0
-    """Of what the remat policy computes again, the part that is."""
+    recomputed_products: float = 1.0
+    """Of the products that the remat policy computes again, the part that is."""
+    recomputed_attention: float = 1.0
+    """The same of attention's."""
 
 
 def cost(plan: Plan, workload: Workload, hosting: Hosting, assumed: Assumed = Assumed()) -> Cost:
@@ -108,8 +110,8 @@ def _sequence(ledger: Ledger, hosting: Hosting, assumed: Assumed) -> Cost:
     reached = assumed.efficiency or efficiency(chip, kind)
     dtype = assumed.product_dtype or workload.compute_dtype
     product_flops, attention_flops, again_products, again_attention = _flops(ledger)
-    product_flops -= again_products * (1 - assumed.recomputed_share)
-    attention_flops -= again_attention * (1 - assumed.recomputed_share)
+    product_flops -= again_products * (1 - assumed.recomputed_products)
+    attention_flops -= again_attention * (1 - assumed.recomputed_attention)
     attention_flops *= assumed.attention_share
     product_rate = chip.flops(dtype) * share * reached
     attention_rate = chip.flops(workload.compute_dtype) * share * reached * ATTENTION_SHARE
