@@ -66,6 +66,9 @@ def reference_logits(model: Any, tokens: np.ndarray, mask: np.ndarray | None = N
 
 def main(names: list[str]) -> None:
     """Write one file a case."""
+    unknown = set(names) - {case.name for case in all_cases()}
+    if unknown:
+        sys.exit(f"no case is called {', '.join(sorted(unknown))}; see tests/parity/families")
     FAMILY_GOLDENS.mkdir(exist_ok=True)
     for case in all_cases():
         if names and case.name not in names:

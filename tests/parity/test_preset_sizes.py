@@ -1,4 +1,4 @@
-"""Presets of BLOOM and OPT have as many parameters as transformers' own models of these configs.
+"""Presets of BLOOM, OPT and GPT-J have as many parameters as transformers' own models of these configs.
 
 Run with `-m parity` in an interpreter that has torch. Not here: the published counts (tests/families).
 """
@@ -20,7 +20,7 @@ import transformers  # noqa: E402  (after the check for torch)
 
 pytestmark = pytest.mark.parity
 
-NAMES = tuple(name for name, config in PRESETS.items() if config["model_type"] in ("bloom", "opt"))
+NAMES = tuple(name for name, config in PRESETS.items() if config["model_type"] in ("bloom", "opt", "gptj"))
 
 
 @pytest.mark.parametrize("name", NAMES)
