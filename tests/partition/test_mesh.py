@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.api import resolve_mesh
 from shardwise.errors import MeshError
-from shardwise.partition.mesh import MeshSpec, over_slices, build_mesh, default_mesh
+from shardwise.partition.mesh import MeshSpec, build_mesh, default_mesh, over_slices
 
 
 def refusal(text: str, devices: int = 8, kind: str = "cpu") -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from shardwise.models.flops import forward_flops_per_token, matmul_parameters, train_flops_per_token
 from shardwise.partition.plan import Plan
 from shardwise.planner.collectives import Collective
 from shardwise.planner.efficiency import Work, efficiency
@@ -176,18 +177,16 @@ def _flops(ledger: Ledger) -> tuple[float, float, float, float]:
 
 
 def model_flops(plan: Plan, workload: Workload) -> float:
-    """FLOPs that the model needs for a step over all devices: no padding, nothing computed again.
-
-    The usual 6 (training) or 2 FLOPs a matmul parameter and token, and attention over visible keys (PaLM,
-    arXiv:2204.02311, appendix B, with causal attention counted as what is computed).
-    """
-    one = replace(
-        workload, batch=workload.batch // plan.batch_multiple() * plan.batch_multiple(), remat="none"
-    )
-    ledger = predict(plan, one)
-    true = sum(f.amount for f in ledger.flops if f.cause != "attention") * plan.mesh.num_devices
-    attention = sum(f.amount for f in ledger.flops if f.cause == "attention" and f.phase == "forward")
-    return true + attention * plan.mesh.num_devices * (3 if ledger.trains else 1)
+    """FLOPs that the model needs for a step over all devices: no padding, nothing computed again (PaLM,
+    arXiv:2204.02311, appendix B, with attention over visible keys alone)."""
+    if workload.task == "decode":
+        config = plan.config
+        windows = config.windows or (0,) * config.num_layers
+        keys = sum(min(window or workload.capacity, workload.capacity) for window in windows)
+        attention = 4 * config.num_heads * config.head_dim * keys
+        return workload.batch * (2.0 * matmul_parameters(plan) + attention)
+    a_token = train_flops_per_token if workload.task == "train" else forward_flops_per_token
+    return workload.batch * workload.length * a_token(plan, workload.length)
 
 
 def activation_traffic(ledger: Ledger) -> float:
