@@ -143,7 +143,7 @@ def find_chip(name: str, extra: str | None = None) -> Chip:
     if found is None:
         near = get_close_matches(name.lower(), names, n=1, cutoff=0.6)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"unknown chip {name!r}{hint} Known: {', '.join(known)}")
+        raise ConfigError(f"unknown chip {name!r}{hint} (known: {', '.join(known)})")
     return found
 
 
