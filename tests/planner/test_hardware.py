@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.planner.make_chip_table import DOCS, written
 
 from shardwise.errors import ConfigError
 from shardwise.planner.hardware import System, local_system, parse_system, shapes
@@ -218,6 +220,22 @@ def test_a_users_chips_can_be_named(tmp_path: Path) -> None:
     assert parse_system("v5p.next-128", str(own))[0].shape == (4, 4, 4)
     with pytest.raises(ConfigError, match="unknown chip 'h100-pcie'; did you mean h100"):
         parse_system("h100-pcie:8")
+
+
+def test_the_page_on_planning_holds_the_table_and_names_machines_that_exist() -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    assert page == written(page), "python -m tests.planner.make_chip_table writes it anew"
+    named = re.findall(r"`((?:[0-9]+x)?(?:v[456]|tpu7x|h100|cpu)[a-z]*[-:x]?[0-9x]*)`", page)
+    assert len(named) > 15
+    for text in named:
+        parse_system(text)
+
+
+def test_a_users_file_on_the_page_is_one_that_can_be_read(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(DOCS.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
+    assert parse_system("h100-pcie:4", str(own))[0].shape == (2,)
+    assert find_chip("my-cluster", str(own)).scale_out == 6.25e9
 
 
 # --- the devices that are there
