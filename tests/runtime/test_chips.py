@@ -13,7 +13,7 @@ from shardwise.runtime.chips import Chip, Domain, Torus, chip_of_device, chips, 
 GIB = 2**30
 # Of a chip, written down apart from the table: FLOP/s in bfloat16, int8 and float8 (None: none published),
 # bytes of memory, bytes a second from it, one way over a link (TPU) or into the switch (GPU), and between
-# slices or nodes. TPUs: Cloud TPU's documentation, links by the scaling book. GPUs: NVIDIA's data sheets, dense.
+# slices or nodes. TPUs: Cloud TPU documentation, links by the scaling book. GPUs: NVIDIA data sheets, dense.
 PUBLISHED = {
     "v4": (275e12, 275e12, None, 32 * GIB, 1200e9, 45e9, 6.25e9),
     "v5e": (197e12, 393e12, None, 16 * GIB, 819e9, 45e9, 3.125e9),
