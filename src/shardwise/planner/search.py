@@ -118,7 +118,7 @@ class Ranking:
 
 
 def search(request: Request, system: System) -> Ranking:
-    """Predict every mesh of all devices, each with its fastest head layout, remat and micro-batch that fit."""
+    """Predict every mesh of all devices, each with its fastest head layout, remat and micro-batch to fit."""
     fitting, refused, impossible = [], [], []
     for mesh in meshes(system.num_devices):
         try:
