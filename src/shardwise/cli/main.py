@@ -20,9 +20,13 @@ from shardwise.errors import ConfigError, ShardwiseError
 VERBS: dict[str, tuple[str, str]] = {
     "finetune": ("FinetuneOptions", "train a model further on your own text"),
     "pretrain": ("PretrainOptions", "train a new model from random parameters"),
-    "eval": ("EvalOptions", "measure a model's perplexity on a text"),
+    "eval": ("EvalOptions", "measure how well a model predicts a text, or labels of texts"),
     "generate": ("GenerateOptions", "continue prompts, or answer them as a chat assistant"),
     "convert": ("ConvertOptions", "write a model of any known format as a Hugging Face folder"),
+    "plan": (
+        "PlanOptions",
+        "say which mesh to take on a machine, whether the model fits, and how fast it is",
+    ),
     "explain": ("ExplainOptions", "say how a mesh cuts every tensor, why, and what that costs"),
     "info": ("InfoOptions", "say what a model is made of"),
 }

@@ -168,7 +168,7 @@ def _flops(ledger: Ledger) -> tuple[float, float, float, float]:
     """FLOPs on one device: products, attention, and of each the part that is computed again."""
     products = sum(f.amount for f in ledger.flops if f.cause != "attention")
     attention = sum(f.amount for f in ledger.flops if f.cause == "attention")
-    if not ledger.trains:
+    if not ledger.trains or ledger.workload.remat == "none":
         return products, attention, 0.0, 0.0
     forward = sum(f.amount for f in ledger.flops if f.phase == "forward" and f.cause != "attention")
     attention_forward = sum(f.amount for f in ledger.flops if f.phase == "forward" and f.cause == "attention")

@@ -1,0 +1,215 @@
+"""The tables of `shardwise plan`, and its JSON.
+
+Not here: the search (search.py) and the plot (plan_plot.py).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.models.flops import parameter_count
+from shardwise.planner.search import USABLE, Candidate, Ranking, Request
+
+_GIB = 2**30
+
+
+def console() -> Console:
+    """A console as wide as the terminal, 165 columns elsewhere."""
+    return Console(width=None if Console().is_terminal else 165, highlight=False, markup=False)
+
+
+def ranked(out: Console, model: str, ranking: Ranking, top: int, smallest: Ranking | None) -> None:
+    """The best meshes, why the first is the best, and what became of the others."""
+    request, system = ranking.request, ranking.system
+    some = [*ranking.fitting, *ranking.refused]
+    if some:
+        out.print(f"{model}: {parameter_count(some[0].plan):,} parameters")
+    out.print(f"on {system}; {system.hbm / _GIB:.1f} GiB a device, of which {USABLE:.0%} is planned with")
+    out.print(describe(request))
+    if ranking.fitting:
+        out.print(_table(ranking.fitting[:top], request))
+        left = len(ranking.fitting) - top
+        if left > 0:
+            out.print(f"… and {left} more that fit (--top, --json)")
+        out.print(textwrap.fill(why(ranking), out.width, subsequent_indent="    "))
+        out.print(f"GiB of the first on a device: {_memory(ranking.fitting[0])}")
+    _others(out, ranking)
+    if not ranking.fitting:
+        _nothing(out, ranking, smallest)
+
+
+def describe(request: Request) -> str:
+    """The job in words."""
+    dtypes = f"{request.compute_dtype} products, {request.param_dtype} parameters"
+    if request.task == "decode":
+        return f"decode: {request.batch:,} sequences, caches of {request.length:,} tokens; {dtypes}"
+    tokens = request.batch * request.length
+    return (
+        f"{request.task}: {tokens:,} tokens a step = {request.batch:,} sequences of {request.length:,};"
+        f" {dtypes}" + ("; AdamW" if request.task == "train" else "")
+    )
+
+
+def _table(candidates: tuple[Candidate, ...], request: Request) -> Table:
+    trains = request.task == "train"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    columns = ["mesh", "head", *(["remat", "micro × seqs"] if trains else [">seqs a device"])]
+    columns += [">step", ">tokens/s/device", *([">MFU"] if request.task != "decode" else []), ">GiB"]
+    columns += ["bound by", "the step's time"]
+    for name in columns:
+        table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+    for c in candidates:
+        cells = [str(c.mesh), _head(c)]
+        if trains:
+            cells += [c.workload.remat, f"{c.workload.grad_accum_steps} × {c.micro_batch}"]
+        else:
+            cells.append(str(c.micro_batch))
+        cells += [_time(c.cost.total), f"{c.tokens_per_second:,.4g}"]
+        cells += [f"{c.mfu:.1%}"] if request.task != "decode" else []
+        cells += [f"{c.memory.total / _GIB:.1f}", c.cost.bound, _parts(c)]
+        table.add_row(*cells)
+    return table
+
+
+def _head(c: Candidate) -> str:
+    return "–" if c.plan.head_path is None or c.mesh.tp == 1 else str(c.plan.head_layout)
+
+
+def _memory(c: Candidate) -> str:
+    m = c.memory
+    parts = {
+        "weights": m.params, "grads": m.grads, "AdamW": m.optimizer, "activations": m.activations,
+        "cache": m.kv_cache,
+    }  # fmt: skip
+    return ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
+
+
+def _parts(c: Candidate) -> str:
+    """Shares of the step's time, the largest first."""
+    t = c.cost
+    again = f" ({t.recomputed / t.total:.0%} again)" if t.recomputed > 0.005 * t.total else ""
+    parts = {
+        f"products{again}": t.products, "attention": t.attention, "memory": t.traffic,
+        "optimizer": t.optimizer, **{f"{axes} messages": s for axes, s in t.exposed.items()},
+    }  # fmt: skip
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {s / t.total:.0%}" for name, s in ordered if s >= 0.005 * t.total)
+
+
+def why(ranking: Ranking) -> str:
+    """A sentence on the first, beside the best of another kind."""
+    best = ranking.fitting[0]
+    objective = ranking.request.objective
+    what = {"throughput": "fastest", "latency": "quickest", "memory": "smallest", "devices": "fastest"}
+    sentence = f"{best.mesh} is the {what[objective]} of {len(ranking.fitting)} that fit: "
+    sentence += _story(best)
+    kind = best.mesh.tp == 1
+    other = next((c for c in ranking.fitting if (c.mesh.tp == 1) != kind), None)
+    if other is None:
+        return sentence
+    slower = other.cost.total / best.cost.total - 1
+    word = "without tp" if other.mesh.tp == 1 else "with tp"
+    change = f"{abs(slower):.0%} {'slower' if slower >= 0 else 'quicker'}"
+    return f"{sentence} The best {word}, {other.mesh}, is {change}: {_story(other)}"
+
+
+def _story(c: Candidate) -> str:
+    t = c.cost
+    hidden, shown = sum(t.hidden.values()), t.communication
+    parts = [f"{_time(t.products + t.attention)} of products and attention"]
+    if t.traffic > 0.02 * t.total:
+        parts.append(f"{_time(t.traffic)} of reading and writing memory")
+    if hidden > 0.005 * t.total:
+        parts.append(f"{_time(hidden)} of messages go on behind them")
+    if shown > 0.005 * t.total:
+        longest = max(t.exposed, key=lambda axes: t.exposed[axes])
+        link = c.hosting.link(longest.split("+"))
+        over = f", over {link.where}" if link is not None else ""
+        parts.append(f"{_time(shown)} of messages are waited for, most of {longest}{over}")
+    return ", ".join(parts) + "."
+
+
+def _others(out: Console, ranking: Ranking) -> None:
+    for c in ranking.refused[:3]:
+        out.print(f"not {c.mesh}: {c.refused} ({_memory(c)})")
+    if len(ranking.refused) > 3:
+        out.print(f"… and {len(ranking.refused) - 3} more do not do (--json has each reason)")
+    reasons = Counter(_short(reason, ranking) for _, reason in ranking.impossible)
+    example = {_short(reason, ranking): mesh for mesh, reason in reversed(ranking.impossible)}
+    for reason, n in reasons.most_common(3):
+        more = f" and {n - 1} more" if n > 1 else ""
+        out.print(f"not {example[reason]}{more}: {reason}")
+    if len(reasons) > 3:
+        out.print(f"… and {sum(n for _, n in reasons.most_common()[3:])} more are impossible (--json)")
+
+
+def _short(reason: str, ranking: Ranking) -> str:
+    """A reason without the machine and the mesh, which stand around it."""
+    _, _, rest = reason.partition(" cannot host mesh ")
+    return rest.partition(": ")[2].partition(";")[0] if rest else reason
+
+
+def _nothing(out: Console, ranking: Ranking, smallest: Ranking | None) -> None:
+    late = [c for c in ranking.refused if c.refused.startswith("a step takes")]
+    if late:
+        quickest = min(late, key=lambda c: c.cost.total)
+        out.print(f"nothing is quick enough; the quickest is {quickest.mesh}: {_time(quickest.cost.total)}")
+    elif ranking.refused:
+        out.print("nothing fits this machine")
+    if smallest is not None:
+        best = smallest.fitting[0]
+        out.print(
+            f"the smallest {ranking.system.chip.name} machine for this job: {smallest.system}, mesh"
+            f" {best.mesh}, {_time(best.cost.total)} a step"
+        )
+    else:
+        out.print("no machine of this chip does; try another batch, a smaller one or another chip")
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def to_json(model: str, ranking: Ranking) -> dict[str, Any]:
+    """Everything, for programs; see docs/planning.md."""
+    request, system = ranking.request, ranking.system
+    return {
+        "model": model,
+        "machine": {
+            "name": str(system), "chip": system.chip.name, "shape": list(system.shape),
+            "slices": system.slices, "devices": system.num_devices, "hbm_bytes": system.hbm,
+            "usable_share": USABLE,
+        },
+        "request": {
+            key: value for key, value in vars(request).items() if key != "config"
+        },
+        "candidates": [_candidate_json(c) for c in (*ranking.fitting, *ranking.refused)],
+        "impossible": [{"mesh": mesh.sizes, "reason": reason} for mesh, reason in ranking.impossible],
+    }  # fmt: skip
+
+
+def _candidate_json(c: Candidate) -> dict[str, Any]:
+    return {
+        "mesh": c.mesh.sizes,
+        "fits": not c.refused,
+        "refused": c.refused,
+        "head_layout": c.plan.head_layout,
+        "remat": c.workload.remat,
+        "grad_accum_steps": c.workload.grad_accum_steps,
+        "micro_batch": c.micro_batch,
+        "step_seconds": c.cost.total,
+        "tokens_per_second_per_device": c.tokens_per_second,
+        "mfu": c.mfu,
+        "bound": c.cost.bound,
+        "seconds": asdict(c.cost),
+        "memory": asdict(c.memory) | {"total": c.memory.total},
+        "links": {axis: asdict(link) for axis, link in c.hosting.links.items()},
+    }
