@@ -27,6 +27,9 @@ _SMALL = 1 << 16
 """Bytes; smaller arrays are not told."""
 
 
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+
+
 @dataclass(frozen=True)
 class LiveBuffer:
     """An array in HBM, beside the arguments, at the moment when the step holds most."""
@@ -89,9 +92,7 @@ def read_allocations(folder: str | Path, most: int = 24) -> Allocations | None:
                 sums["aliased"] += size
             if kind:
                 sums[kind] += size
-        elif kind == "heap" and (
-            value := re.match(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (.*)", line)
-        ):
+        elif kind == "heap" and (value := _VALUE.match(line)):
             values.append(_Value(value[1], value[4], int(value[2]), int(value[3])))
     if not sums["parameter"]:
         return None
@@ -173,44 +174,17 @@ def _ranges(text: str) -> dict[str, tuple[int, int]]:
     return {name.removesuffix("{}"): (int(first), int(last)) for name, first, last in found}
 
 
-@dataclass(frozen=True)
-class _Held:
-    value: _Value
-    first: int
-    last: int
-
-
 def _at_peak(values: list[_Value], ranges: dict[str, tuple[int, int]]) -> list[_Value]:
     """Those that lie in the heap when most of it is taken; of those that share memory one, the largest."""
     named = ((v, v.name.removesuffix("{}")) for v in values if v.size >= _SMALL)
-    held = _through_loops([_Held(v, *ranges[name]) for v, name in named if name in ranges])
+    held = [(ranges[name], v) for v, name in named if name in ranges]
     best: tuple[int, list[_Value]] = (0, [])
-    for moment in sorted({h.first for h in held}):
-        taken = _apart([h.value for h in held if h.first <= moment <= h.last])
+    for moment in sorted({first for (first, _), _ in held}):
+        taken = _apart([v for (first, last), v in held if first <= moment <= last])
         total = sum(v.size for v in taken)
         if total > best[0]:
             best = total, taken
     return sorted(best[1], key=lambda v: -v.size)
-
-
-def _through_loops(held: list[_Held]) -> list[_Held]:
-    """With what a loop carries held throughout.
-
-    The compiler lists such an array twice, before the loop and from where its body makes the next one. In
-    between it is still there, if nothing else takes its place.
-    """
-    out: dict[_Held, None] = dict.fromkeys(held)
-    earlier: dict[tuple[int, str], _Held] = {}
-    for h in sorted(held, key=lambda h: h.first):
-        place = h.value.offset, h.value.shape
-        before = earlier.get(place)
-        if before is not None and before.last < h.first - 1:
-            gap = _Held(before.value, before.last + 1, h.first - 1)
-            others = (o for o in held if o.first <= gap.last and gap.first <= o.last)
-            if not any(_overlap(gap.value, o.value) for o in others):
-                out[gap] = None
-        earlier[place] = h
-    return list(out)
 
 
 def _overlap(a: _Value, b: _Value) -> bool:
