@@ -14,15 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.models.config import ModelConfig
 from shardwise.partition.plan import Plan
 from shardwise.partition.plan_file import mesh_of, restore_plan
-from shardwise.planner.tpu_memory import ACCEPTED, Allocations, overrun, read_allocations
+from shardwise.planner.tpu_memory import ACCEPTED, PROGRAM, Allocations, overrun, read_allocations
 from shardwise.runtime.records import from_values, to_values
 from shardwise.steps.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.planner.partitioned import PartitionedModule
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -158,10 +161,28 @@ def _for_tpu(plan: Plan, workload: Workload, job: dict[str, Any], say: Say) -> d
         "refusal": "" if refused is None else str(refused),
         "collectives": None if module is None else [to_values(c) for c in module.collectives(plan.mesh)],
         "product_flops": None if module is None else module.flops().total,
+        "widened": None if module is None else _widened(module, plan, folder),
         "no_collectives": why,
         "seconds": seconds,
         "jax_version": jax.__version__,
     }
+
+
+def _widened(module: PartitionedModule, plan: Plan, folder: Path) -> int | None:
+    """How many runs of reduce-scatters became all-reduces of the whole; None if the compiler does not say."""
+    from shardwise.planner.partitioned import PartitionedModule
+
+    final = next(folder.glob(f"*.{PROGRAM}"), None)
+    if final is None:
+        return None
+    try:
+        last = PartitionedModule.from_text(final.read_text(errors="replace"))
+        runs = [
+            sum(c.count for c in m.collectives(plan.mesh) if c.op == "reduce-scatter") for m in (module, last)
+        ]
+    except ValueError:
+        return None
+    return max(runs[0] - runs[1], 0)
 
 
 class _Compiler:

@@ -95,6 +95,9 @@ class CompiledStep:
     """As the partitioner left them, before the compiler merges and splits them further."""
     no_collectives: str = ""
     """Why there are none."""
+    widened: int | None = None
+    """How many runs of the reduce-scatters among them the compiler makes all-reduces of the whole in the end,
+    which send twice as much: so it does on several torus axes at once."""
     product_flops: int | None = None
     """Of the matrix products of one device; those inside a fused kernel are not seen."""
     seconds: float = 0.0
@@ -325,6 +328,7 @@ def _record(job: Mapping[str, Any], result: Mapping[str, Any]) -> CompiledStep:
         code_bytes=result["code_bytes"],
         available_bytes=result["available_bytes"],
         overrun=found,
+        widened=result["widened"],
         live=tuple(from_values(LiveBuffer, b) for b in sums.get("live", ())),
         libtpu_version=installed("libtpu"),
     )
