@@ -7,9 +7,10 @@ projections (blocks.py) and the cache (cache.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,20 @@ class Visibility:
     def ahead(self) -> jax.Array:
         """int32 [B, T, S]: by how many positions each key is ahead of each query."""
         return self.k_positions[:, None, :] - self.q_positions[:, :, None]
+
+    def row(self, at: jax.Array) -> Visibility:
+        """That of one row of the batch."""
+
+        def of(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, at, 1)
+
+        return replace(
+            self,
+            q_positions=of(self.q_positions),
+            q_segments=of(self.q_segments),
+            k_positions=of(self.k_positions),
+            k_segments=of(self.k_segments),
+        )
 
     def part(self, start: int, end: int, reach: int) -> Visibility:
         """That of queries `start` to `end` and the first `reach` keys."""
@@ -118,18 +133,40 @@ def attention(
         k, v: [B, S, K, E].
         visible: positions and segments of queries and keys.
         scores: scale, soft cap and ALiBi slopes.
-        kernel: `auto` takes tokamax's fused kernel on GPU and TPU where there is more than one query a row,
-            and XLA elsewhere.
+        kernel: `auto` takes tokamax's fused kernel where `fuses` says so, and XLA elsewhere.
 
     Returns:
         [B, T, K, G, E] in q's dtype.
     """
     if kernel == "auto":
-        fused = place.mesh.devices.flat[0].platform in ("gpu", "tpu") and q.shape[1] > 1
+        device, lengths = place.device, (q.shape[1], k.shape[1])
+        fused = fuses(device.platform, device.device_kind, *lengths, scores.slopes is not None)
         kernel = "tokamax" if fused else "xla"
     if kernel == "tokamax":
         return _tokamax(place, q, k, v, visible, scores)
     return _xla(place.on_cpu, q, k, v, visible, scores)
+
+
+def fuses(platform: str, device_kind: str, queries: int, keys: int, alibi: bool) -> bool:
+    """Whether attention is computed by a fused kernel, which holds no scores, unless told otherwise.
+
+    On GPUs wherever there is more than one query a row. tokamax's TPU kernel works from v5 on, in tiles of
+    128 queries and keys, and takes no bias; what it does not take runs in blocks on XLA, since tokamax's own
+    stand-in would hold all scores at once.
+
+    Args:
+        platform, device_kind: as JAX names them: `tpu`, `TPU v5 lite`.
+        queries, keys: T and S.
+        alibi: scores fall with the distance.
+    """
+    if platform != "tpu":
+        return platform == "gpu" and queries > 1
+    tiled = queries % TPU_TILE == 0 and keys % TPU_TILE == 0
+    return tiled and not alibi and not device_kind.startswith(("TPU v2", "TPU v3", "TPU v4"))
+
+
+TPU_TILE = 128
+"""Queries and keys that tokamax's TPU kernel computes together."""
 
 
 def _xla(
@@ -174,8 +211,6 @@ def _tokamax(
     place: Placement, q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility, scores: Scores
 ) -> jax.Array:
     """tokamax's kernel on each device's own rows and heads: the partitioner cannot cut a Pallas kernel."""
-    import tokamax
-
     batch, _, heads, *_ = place.plan.activation("attention_out")
     row = partition_spec((batch, ()))
     window = None if visible.window is None else partition_spec(())
@@ -199,13 +234,50 @@ def _tokamax(
     def local(
         q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility, slopes: jax.Array | None
     ) -> jax.Array:
-        merged, bias = q.reshape(*q.shape[:2], -1, q.shape[-1]), None
-        if slopes is not None:
-            bias = replace(scores, slopes=slopes).bias(visible, jnp.promote_types(q.dtype, jnp.float32))
-            bias = bias.reshape(bias.shape[0], -1, *bias.shape[3:])
-        out = tokamax.dot_product_attention(
-            merged, k, v, bias, visible.mask()[:, None], scale=scores.scale, logits_soft_cap=scores.softcap
-        )
-        return out.reshape(q.shape)
+        attend = partial(_fused, place.device.platform, replace(scores, slopes=slopes))
+        # On a TPU the kernel takes one mask for all rows.
+        if place.device.platform == "tpu" and q.shape[0] > 1:
+            return row_by_row(attend, q, k, v, visible)
+        return attend(q, k, v, visible)
 
     return local(q, k, v, visible, slopes)
+
+
+def row_by_row(
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility
+) -> jax.Array:
+    """`attend` on one row of the batch after the other; a TPU's kernels work so anyway."""
+
+    def one(at: jax.Array) -> jax.Array:
+        arrays = (jax.lax.dynamic_slice_in_dim(x, at, 1) for x in (q, k, v))
+        return attend(*arrays, visible.row(at))[0]
+
+    return jax.lax.map(one, jnp.arange(q.shape[0]))
+
+
+def _fused(
+    platform: str, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, visible: Visibility
+) -> jax.Array:
+    """On one device: tokamax's kernel for its kind."""
+    import tokamax
+
+    merged, bias = q.reshape(*q.shape[:2], -1, q.shape[-1]), None
+    if scores.slopes is not None:
+        bias = scores.bias(visible, jnp.promote_types(q.dtype, jnp.float32))
+        bias = bias.reshape(bias.shape[0], -1, *bias.shape[3:])
+    # By name on a TPU: what its kernel does not take is then an error, not computed with all scores at hand.
+    implementation: Any = "mosaic_tpu" if platform == "tpu" else None
+    _keep_command_line()
+    out = tokamax.dot_product_attention(
+        merged, k, v, bias, visible.mask()[:, None], scale=scores.scale, logits_soft_cap=scores.softcap,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.reshape(q.shape)
+
+
+def _keep_command_line() -> None:
+    """The first time that tokamax reads one of its options it parses sys.argv, and would refuse our own."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()

@@ -128,9 +128,15 @@ class Placement:
     compute_dtype: jnp.dtype
 
     @property
+    def device(self) -> jax.Device:
+        """One of the mesh's devices, for what they all have in common; it need not be there (a step can be
+        compiled for absent ones), so that no array is put on it."""
+        return self.mesh.devices.flat[0]
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the devices are CPUs, real or fake."""
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return self.device.platform == "cpu"
 
     def spread(self, logical: str) -> tuple[str, ...]:
         """Those mesh axes of a logical axis that have more than one device.

@@ -77,10 +77,19 @@ def audit(plan: Plan, workload: Workload, devices: Sequence[jax.Device] | None =
     Raises:
         MeshError: the devices do not fit the plan's mesh.
     """
-    step = build_step(plan, workload, devices)
-    module = partitioned_module(step)
+    module = partitioned_module(build_step(plan, workload, devices))
+    return compared(plan, workload, module.collectives(plan.mesh), module.flops().total)
+
+
+def compared(plan: Plan, workload: Workload, compiled: Iterable[Collective], flops: int) -> Audit:
+    """The prediction beside what a compiler made of the step, wherever that was compiled.
+
+    Args:
+        compiled: its collectives.
+        flops: of its matrix products.
+    """
     ledger: Ledger = predict(plan, workload)
-    compiled = tuple(module.collectives(plan.mesh))
+    compiled = tuple(compiled)
     unexplained, absent = _left_over(ledger.collectives, compiled)
     return Audit(
         plan,
@@ -88,7 +97,7 @@ def audit(plan: Plan, workload: Workload, devices: Sequence[jax.Device] | None =
         tuple(ledger.collectives),
         compiled,
         sum(f.compiled for f in ledger.flops),
-        module.flops().total,
+        flops,
         unexplained,
         absent,
     )

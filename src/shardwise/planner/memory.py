@@ -65,9 +65,10 @@ def parameter_bytes(plan: Plan, dtype: str) -> int:
 def activation_bytes(ledger: Ledger) -> int:
     """What one micro-batch takes on one device beside parameters, gradients and optimizer; an estimate.
 
-    Training keeps some of every layer (kept_bytes) until the backward pass comes by. To that are added what
-    is at hand at one time: what a layer makes again, the gradients that flow through it, its gathered weights
-    and their gradients, and a chunk of logits with its gradient. Which of these share memory is the
+    Training keeps some of every layer (kept_bytes) until the backward pass comes by. To that is added what is
+    at hand at one time, which is the larger of two: in a layer what it makes again, the gradients that flow
+    through it, its gathered weights and their gradients; at the loss the head as it is used, its gradient in
+    float32 and that cast, and a chunk of logits with its gradient. Which arrays share memory is the
     compiler's choice. A step without a backward pass has one half of a layer at a time, or the logits.
     """
     plan, workload = ledger.plan, ledger.workload
@@ -80,7 +81,20 @@ def activation_bytes(ledger: Ledger) -> int:
         return max((2 * part["residual"] + max(half_layers)) * size + weights, logits)
     kept, whole = kept_bytes(ledger, workload.remat), kept_bytes(ledger, "none")
     flowing = (2 * part["residual"] + 3 * part["mlp_hidden"]) * size
-    return plan.config.num_layers * kept + (whole - kept) + flowing + 2 * weights + 2 * logits
+    in_a_layer = (whole - kept) + flowing + 2 * weights
+    at_the_loss = 2 * logits + _head_bytes(ledger)
+    return plan.config.num_layers * kept + max(in_a_layer, at_the_loss)
+
+
+def _head_bytes(ledger: Ledger) -> int:
+    """The head's weight as it is made for use, if it is, its gradient's sum and that in the compute dtype."""
+    plan = ledger.plan
+    if plan.head_path is None:
+        return 0
+    head, size = plan[plan.head_path], itemsize(ledger.compute)
+    used = ledger.local(head.use_shape, head.at_use())
+    made = ledger.workload.param_dtype != ledger.compute or ledger.local(head.shape, head.spec) < used
+    return used * (itemsize(ledger.wide) + size + made * size)
 
 
 def _logits(ledger: Ledger) -> int:

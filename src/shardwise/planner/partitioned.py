@@ -301,29 +301,45 @@ def partitioned_module(step: Step) -> PartitionedModule:
 
 def partitioned_lowering(lowered: jax.stages.Lowered) -> PartitionedModule:
     """The same for anything that `jax.jit(…).lower(…)` gave."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-hlo-") as folder, _no_compile_cache():
+    with tempfile.TemporaryDirectory(prefix="shardwise-hlo-") as folder, no_compile_cache():
         lowered.compile(compiler_options=_options(folder))
-        files = sorted(Path(folder).glob("*.txt"))
-        after = [f for f in files if re.search(r"\.after_[\w-]*spmd-partitioning", f.name)]
-        # a program for one device is not partitioned
-        after = after or [f for f in files if f.name.endswith(".before_optimizations.txt")]
-        if not after:
-            kept = ", ".join(f.name for f in files[:5]) or "nothing"
-            raise ShardwiseError(
-                f"XLA left no module behind its spmd-partitioning pass (it wrote {kept}); the audit needs a"
-                " JAX whose compiler has that pass: 0.10 and 0.12 do. Please report the version of jaxlib"
-            )
-        return PartitionedModule.from_text(after[-1].read_text())
+        return partitioned_in(folder)
+
+
+def partitioned_in(folder: str | Path) -> PartitionedModule:
+    """The module behind the partitioner, from what XLA wrote into a folder with `dump_options`.
+
+    Raises:
+        ShardwiseError: the compiler left no such module.
+    """
+    files = sorted(Path(folder).glob("*.txt"))
+    after = [f for f in files if re.search(r"\.after_[\w-]*spmd-partitioning", f.name)]
+    # a program for one device is not partitioned
+    after = after or [f for f in files if f.name.endswith(".before_optimizations.txt")]
+    if not after:
+        kept = ", ".join(f.name for f in files[:5]) or "nothing"
+        raise ShardwiseError(
+            f"XLA left no module behind its spmd-partitioning pass (it wrote {kept}); the audit needs a"
+            " JAX whose compiler has that pass: 0.10 and 0.12 do. Please report the version of jaxlib"
+        )
+    return PartitionedModule.from_text(after[-1].read_text())
+
+
+def dump_options(folder: str) -> dict[str, Any]:
+    """Options with which any of XLA's compilers writes what `partitioned_in` reads."""
+    return {
+        "xla_dump_to": folder,
+        "xla_dump_hlo_pass_re": "spmd-partitioning",
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_large_constants": True,  # tables with one number per device tell who keeps which slice
+    }
 
 
 def _options(folder: str) -> dict[str, Any]:
     import jaxlib
 
-    options: dict[str, Any] = {
-        "xla_dump_to": folder,
-        "xla_dump_hlo_pass_re": "spmd-partitioning",
-        "xla_dump_hlo_as_text": True,
-        "xla_dump_large_constants": True,  # tables with one number per device tell who keeps which slice
+    options = {
+        **dump_options(folder),
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
     }
@@ -333,7 +349,7 @@ def _options(folder: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_compile_cache() -> Iterator[None]:
+def no_compile_cache() -> Iterator[None]:
     """Nothing compiled is taken from JAX's cache on disk or put there: a program found there is not compiled,
     so that nothing would be written out. JAX reads the setting once, hence the resets."""
     import jax

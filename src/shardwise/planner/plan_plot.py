@@ -60,7 +60,7 @@ def _bars(axes: Any, names: list[str], parts: list[dict[str, float]]) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4, frameon=False)
 
 
 def _memory(c: Candidate) -> dict[str, float]:

@@ -15,26 +15,38 @@ from shardwise.errors import ConfigError
 _MAX_BYTES = 4 << 30
 
 
-def enable_compile_cache(
-    folder: str | Path | None = None, *, environ: Mapping[str, str] | None = None
-) -> Path | None:
-    """Makes JAX keep compiled programs on disk, so that the next run of the same program does not compile.
+def cache_folder(folder: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where compiled things are kept; made by whoever writes there. None if turned off.
 
     Args:
         folder: where; None: SHARDWISE_COMPILE_CACHE, or else ${XDG_CACHE_HOME:-~/.cache}/shardwise/xla.
-            In it, each kind of processor has its own folder: machine code for another one could crash.
         environ: for tests; None is os.environ. SHARDWISE_COMPILE_CACHE=off turns the cache off.
-    Returns:
-        The folder in use; None if turned off.
-    Raises:
-        ConfigError: if a folder that was asked for cannot be written. The default one is left unused then.
     """
     environ = os.environ if environ is None else environ
     asked = str(folder) if folder is not None else environ.get("SHARDWISE_COMPILE_CACHE", "")
     if asked == "off":
         return None
     home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    base = Path(asked).expanduser() if asked else Path(home).expanduser() / "shardwise" / "xla"
+    return Path(asked).expanduser() if asked else Path(home).expanduser() / "shardwise" / "xla"
+
+
+def enable_compile_cache(
+    folder: str | Path | None = None, *, environ: Mapping[str, str] | None = None
+) -> Path | None:
+    """Makes JAX keep compiled programs on disk, so that the next run of the same program does not compile.
+
+    Args:
+        folder, environ: as for cache_folder. In the folder each kind of processor has its own: machine code
+            for another one could crash.
+    Returns:
+        The folder in use; None if turned off.
+    Raises:
+        ConfigError: if a folder that was asked for cannot be written. The default one is left unused then.
+    """
+    environ = os.environ if environ is None else environ
+    base, asked = cache_folder(folder, environ), folder or environ.get("SHARDWISE_COMPILE_CACHE")
+    if base is None:
+        return None
     path = base / _processor()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -6,12 +6,14 @@ Training, evaluation, generation, benchmarks and (later) explain, audit and serv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_default_device
 
 from shardwise.models.cache import KVCache, cache_shape
 from shardwise.models.head import head_logits
@@ -42,8 +44,12 @@ class Step:
         return self.fn(*args)
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower on the abstract arguments; no array is made."""
-        return self.fn.lower(*self.abstract_args)
+        """Lower on the abstract arguments; no array is made, and the mesh's devices need not be there."""
+        # tokamax, and Pallas outside a mesh, choose a kernel by the default device instead of the mesh's.
+        device = self.mesh.devices.flat[0]
+        absent = get_default_device().platform != device.platform
+        with jax.default_device(device) if absent else nullcontext():
+            return self.fn.lower(*self.abstract_args)
 
 
 def build_step(plan: Plan, workload: Workload, devices: Sequence[Any] | None = None) -> Step:

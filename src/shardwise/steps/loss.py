@@ -130,7 +130,12 @@ def _total(
         dx = joined(dx, x.shape[1]).astype(x.dtype)
         dx = jax.lax.psum(dx, head.vocab_axes) if head.vocab_axes else dx
         dw, *db = (g.astype(x.dtype) for g in carry[1])
-        return loss, dx, (head.weight.scatter(dw, batch), *(jax.lax.psum(g, batch) for g in db))
+        gradients = (head.weight.scatter(dw, batch), *(jax.lax.psum(g, batch) for g in db))
+        if not place.on_cpu:
+            # Else a compiler may put the sum over devices off to the end of the backward pass, and keep each
+            # device's part, float32 and of the whole vocabulary, beside what the layers take.
+            dx, gradients = jax.lax.optimization_barrier((dx, gradients))
+        return loss, dx, gradients
 
     return local(x, values, targets, weights)
 

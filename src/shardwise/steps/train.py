@@ -16,7 +16,7 @@ import optax
 
 from shardwise.models.parameters import Params, bind, init_params
 from shardwise.partition.constraints import Placement
-from shardwise.partition.plan import Plan, named_sharding
+from shardwise.partition.plan import DATA_AXES, Plan, named_sharding
 from shardwise.steps.labels import label_cross_entropy
 from shardwise.steps.loss import cross_entropy
 from shardwise.steps.optimizer import learning_rate, make_optimizer, state_shardings
@@ -100,7 +100,9 @@ def loss_and_gradients(
 
     def add(total: Any, micro: dict[str, jax.Array]) -> tuple[Any, None]:
         micro = {name: place.activation("tokens", x) for name, x in micro.items()}
-        return jax.tree.map(jnp.add, total, one(micro)), None
+        value, gradients = one(micro)
+        gradients = {path: _apart(place, path, g) for path, g in gradients.items()}
+        return jax.tree.map(jnp.add, total, (value, gradients)), None
 
     micro = {
         name: jnp.moveaxis(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 1, 0)
@@ -110,6 +112,18 @@ def loss_and_gradients(
     first = (jnp.zeros((), jnp.promote_types(place.compute_dtype, jnp.float32)), zeros)
     (value, gradients), _ = jax.lax.scan(add, first, micro)
     return value, gradients, tokens
+
+
+def _apart(place: Placement, path: str, gradient: jax.Array) -> jax.Array:
+    """A micro-batch's gradient, kept from becoming one with the sum that it is added to.
+
+    The TPU compiler moves a reduction behind the loop where only its sum is used. For all-reduces that is
+    right; a reduce-scatter would then have the whole gradient summed up on every device, and for some heads
+    the compiler fails at it (libtpu 0.0.42).
+    """
+    spread = {axis for axes in place.spread_spec(place.plan[path].spec) for axis in axes}
+    scattered = bool(spread & set(DATA_AXES))
+    return jax.lax.optimization_barrier(gradient) if scattered and not place.on_cpu else gradient
 
 
 def train_step(
