@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.models.attention import query_block
+from shardwise.partition.padding import round_up
 from shardwise.partition.plan import Plan
 from shardwise.planner.predict import Ledger, itemsize
 from shardwise.steps.loss import CHUNK_BYTES
@@ -37,8 +38,16 @@ class Memory:
         return self.params + self.grads + self.optimizer + self.activations + self.kv_cache
 
 
-def memory(plan: Plan, workload: Workload) -> Memory:
-    """Memory by class for one step."""
+LANES = 128
+"""A TPU keeps arrays in tiles of so many elements in the last dim: narrower ones take as much."""
+
+
+def memory(plan: Plan, workload: Workload, lanes: int = 1) -> Memory:
+    """Memory by class for one step.
+
+    Args:
+        lanes: elements to which the last dim of activations is rounded up: LANES on a TPU.
+    """
     ledger = Ledger(plan, workload)
     plan = ledger.plan
     held = parameter_bytes(plan, workload.param_dtype)
@@ -50,7 +59,7 @@ def memory(plan: Plan, workload: Workload) -> Memory:
         elements = ledger.local(shape, plan.activation("kv_cache"))
         cache = 2 * config.num_layers * elements * itemsize(workload.compute_dtype)
     return Memory(
-        held, held if trains else 0, 2 * held if trains else 0, activation_bytes(ledger), cache
+        held, held if trains else 0, 2 * held if trains else 0, activation_bytes(ledger, lanes), cache
     )  # fmt: skip
 
 
@@ -62,7 +71,7 @@ def parameter_bytes(plan: Plan, dtype: str) -> int:
     ) * itemsize(dtype)
 
 
-def activation_bytes(ledger: Ledger) -> int:
+def activation_bytes(ledger: Ledger, lanes: int = 1) -> int:
     """What one micro-batch takes on one device beside parameters, gradients and optimizer; an estimate.
 
     Training keeps some of every layer (kept_bytes) until the backward pass comes by. To that is added what is
@@ -72,14 +81,14 @@ def activation_bytes(ledger: Ledger) -> int:
     compiler's choice. A step without a backward pass has one half of a layer at a time, or the logits.
     """
     plan, workload = ledger.plan, ledger.workload
-    part, size = _parts(ledger), itemsize(ledger.compute)
+    part, size = _parts(ledger, lanes), itemsize(ledger.compute)
     logits = _logits(ledger)
     weights = max_layer_weights(ledger) * size
     if not ledger.trains:
         queries = part["query"] + part["key"] + part["value"] + part["attention_out"]
         half_layers = (queries + _scores(ledger), 3 * part["mlp_hidden"])
         return max((2 * part["residual"] + max(half_layers)) * size + weights, logits)
-    kept, whole = kept_bytes(ledger, workload.remat), kept_bytes(ledger, "none")
+    kept, whole = kept_bytes(ledger, workload.remat, lanes), kept_bytes(ledger, "none", lanes)
     flowing = (2 * part["residual"] + 3 * part["mlp_hidden"]) * size
     in_a_layer = (whole - kept) + flowing + 2 * weights
     at_the_loss = 2 * logits + _head_bytes(ledger)
@@ -110,7 +119,7 @@ def _logits(ledger: Ledger) -> int:
     return min(logits, CHUNK_BYTES) if workload.task in ("train", "score") else logits
 
 
-def kept_bytes(ledger: Ledger, remat: str) -> int:
+def kept_bytes(ledger: Ledger, remat: str, lanes: int = 1) -> int:
     """What one layer keeps for the backward pass, exactly, with XLA's attention (a fused kernel keeps less).
 
     `none`: around each norm what goes in, comes out, and that scaled; q, k, v as attention's blocks of
@@ -118,7 +127,7 @@ def kept_bytes(ledger: Ledger, remat: str) -> int:
     for several they are made again); its result; gate, up and their product. `dots`: what enters, and the
     products but the last. `full`: what enters.
     """
-    part, size, wide = _parts(ledger), itemsize(ledger.compute), itemsize(ledger.wide)
+    part, size, wide = _parts(ledger, lanes), itemsize(ledger.compute), itemsize(ledger.wide)
     keys, length = part["key"] + part["value"], ledger.workload.length
     block = query_block(length)
     if remat == "full":
@@ -138,10 +147,13 @@ def kept_bytes(ledger: Ledger, remat: str) -> int:
     return (others + keys) * size + scores
 
 
-def _parts(ledger: Ledger) -> dict[str, int]:
-    """Elements of each named activation on one device."""
-    names = ("residual", "query", "key", "value", "attention_out", "mlp_hidden")
-    parts = {name: ledger.local(ledger.shape(name), ledger.plan.activation(name)) for name in names}
+def _parts(ledger: Ledger, lanes: int) -> dict[str, int]:
+    """Elements of each named activation on one device, its last dim filled up to a multiple of `lanes`."""
+    parts = {}
+    for name in ("residual", "query", "key", "value", "attention_out", "mlp_hidden"):
+        shape, spec = ledger.shape(name), ledger.plan.activation(name)
+        last = shape[-1] // ledger.plan.mesh.size(spec[-1])
+        parts[name] = ledger.local(shape, spec) // last * round_up(last, lanes)
     parts["mlp_hidden"] *= max(1, ledger.plan.config.experts_per_token)
     return parts
 
