@@ -64,6 +64,11 @@ class PlanOptions(Options):
     """How many meshes to show."""
     json: str | None = option(None, metavar="FILE")
     """Write everything as JSON to this new file; `-` prints it instead of the table."""
+    verify: int = option(0, metavar="K")
+    """Compile the real step of the best K meshes: for TPUs with their own compiler (the extra tpu-compiler),
+    which says what it takes of memory; for others on simulated devices, which tells its messages alone."""
+    measure: int = option(0, metavar="K")
+    """Run a few real steps of the best K meshes on the devices that are there, cpu:N included."""
     plot: str | None = option(None, metavar="FILE.png")
     """Draw memory and time of each mesh, and tokens a second against the number of devices."""
 
@@ -71,6 +76,8 @@ class PlanOptions(Options):
         super().__post_init__()
         for name in ("batch", "seq", "context", "grad_accum_steps", "top"):
             self._require_range(name, 1)
+        for name in ("verify", "measure"):
+            self._require_range(name, 0)
         if self.batch_tokens is not None:
             count(self.batch_tokens)
         if self.max_latency is not None:
@@ -87,6 +94,13 @@ class PlanOptions(Options):
         if self.task != "train":
             names = ("remat", "grad_accum_steps")
             refuse_without_effect(given, names, f"with --task {self.task}", "use --task train")
+        if self.measure and self.on is not None and not self.on.strip().lower().startswith("cpu"):
+            raise ConfigError(
+                f"--measure runs on the devices that are there; --on {self.on} names others: leave --on out, or"
+                " give cpu:N"
+            )
+        if self.json == "-" and (self.verify or self.measure):
+            raise ConfigError("--json - prints JSON alone; leave --verify and --measure out or name a file")
         if self.json is not None and self.json == self.plot:
             raise ConfigError(f"--json and --plot both write {self.json}; name two files")
         super()._check_combination(given)
@@ -128,8 +142,11 @@ def seconds(text: str) -> float:
 
 def run(options: PlanOptions) -> int:
     """Plans; returns the exit code: 1 if nothing fits."""
+    from shardwise.planner import plan_command
+
     if options.on is None:
         start(options)
-    from shardwise.planner import plan_command
+    elif options.measure:
+        plan_command.simulate(options)
 
     return plan_command.run(options)

@@ -12,11 +12,14 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelConfig
 from shardwise.planner import plan_view as view
 from shardwise.planner.hardware import System, local_system, parse_system
-from shardwise.planner.search import Ranking, Request, fewest, search
+from shardwise.planner.search import Candidate, Ranking, Request, fewest, search
 from shardwise.runtime.files import write_new
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardwise.cli.plan import PlanOptions
+    from shardwise.planner.prove import Measured, Verified
 
 DEFAULT_SEQ, DEFAULT_CONTEXT = 4096, 8192
 DEFAULT_TOKENS = 16384
@@ -55,10 +58,45 @@ def run(options: PlanOptions) -> int:
         from shardwise.planner import plan_plot
 
         plan_plot.draw(options.plot, options.model, ranking)
+    verified = [_verified(candidate, console) for candidate in ranking.fitting[: options.verify]]
+    if verified:
+        view.verified(console, verified)
+    if options.measure and ranking.fitting:
+        view.measured(console, _measured(options, ranking, console))
     for written in (options.json, options.plot):
         if written is not None:
             console.print(f"wrote {written}")
-    return int(not ranking.fitting)
+    wrong = any(found.compiled.out_of_memory for found in verified)
+    return int(not ranking.fitting or wrong)
+
+
+def simulate(options: PlanOptions) -> None:
+    """Make the simulated devices of `--on cpu:N` before JAX starts."""
+    from shardwise.runtime import devices, memory
+
+    assert options.on is not None
+    system, _ = parse_system(options.on, options.chips)
+    memory.tune_malloc()
+    devices.configure_devices(f"cpu:{system.num_devices}")
+
+
+def _verified(candidate: Candidate, console: Console) -> Verified:
+    from shardwise.planner.prove import verify
+
+    with console.status(f"compiling {candidate.mesh}") as status:
+        return verify(candidate, lambda line: status.update(f"compiling {candidate.mesh}: {line}"))
+
+
+def _measured(options: PlanOptions, ranking: Ranking, console: Console) -> list[Measured]:
+    import jax
+
+    from shardwise.planner.prove import measure
+
+    found = []
+    for candidate in ranking.fitting[: options.measure]:
+        with console.status(f"running {candidate.mesh}"):
+            found.append(measure(candidate, jax.devices()[: candidate.mesh.num_devices]))
+    return found
 
 
 def _machine(options: PlanOptions) -> tuple[System, tuple[str, ...]]:

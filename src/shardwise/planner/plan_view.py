@@ -8,13 +8,16 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from shardwise.models.flops import parameter_count
 from shardwise.planner.search import USABLE, Candidate, Ranking, Request
+
+if TYPE_CHECKING:
+    from shardwise.planner.prove import Measured, Verified
 
 _GIB = 2**30
 
@@ -170,6 +173,66 @@ def _nothing(out: Console, ranking: Ranking, smallest: Ranking | None) -> None:
         )
     else:
         out.print("no machine of this chip does; try another batch, a smaller one or another chip")
+
+
+def verified(out: Console, found: list[Verified]) -> None:
+    """What a compiler made of each, beside the prediction."""
+    out.print()
+    for v in found:
+        c, m = v.compiled, v.candidate.memory
+        kept = "compiled by an earlier call" if c.cached else f"compiled in {c.seconds:.1f} s"
+        out.print(f"{v.candidate.mesh} for {c.target}, {kept}:")
+        if v.note:
+            out.print(f"  {v.note}")
+        if c.out_of_memory is not None:
+            out.print(f"  does not fit: {c.out_of_memory}")
+        if c.peak_bytes is not None and c.argument_bytes is not None and c.temp_bytes is not None:
+            state = m.params + m.optimizer + m.kv_cache
+            out.print(
+                f"  HBM, GiB: arguments predicted {state / _GIB:.2f}, compiled {c.argument_bytes / _GIB:.2f};"
+                f" the rest predicted {(m.total - state) / _GIB:.2f}, compiled {c.temp_bytes / _GIB:.2f}; peak"
+                f" predicted {m.total / _GIB:.2f}, compiled {c.peak_bytes / _GIB:.2f}"
+                f" ({m.total / c.peak_bytes - 1:+.0%})"
+                + (f" of {c.available_bytes / _GIB:.2f}" if c.available_bytes else "")
+            )
+        else:
+            out.print("  memory: unverified")
+        if v.audit is None:
+            out.print(f"  messages: unverified; {c.no_collectives}")
+            continue
+        for row in v.audit.rows:
+            out.print(
+                f"  {'+'.join(row.axes) or '(no mesh axis)'} {row.op}: predicted {row.predicted.count} of"
+                f" {row.predicted.moved / 1e9:.4g} GB, compiled {row.compiled.count} of"
+                f" {row.compiled.moved / 1e9:.4g} GB"
+            )
+        out.print(f"  bytes unexplained: {v.audit.unexplained_share:.2%}")
+
+
+def measured(out: Console, found: list[Measured]) -> None:
+    """What each took, beside the prediction."""
+    out.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in (
+        "mesh",
+        ">step predicted",
+        ">measured",
+        ">predicted/measured",
+        ">tokens/s measured",
+        ">compile",
+    ):
+        table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left")
+    for m in found:
+        predicted = m.candidate.cost.total
+        table.add_row(
+            str(m.candidate.mesh), _time(predicted), _time(m.seconds), f"{predicted / m.seconds:.2f}",
+            f"{m.candidate.cost.tokens / m.seconds:,.4g}", _time(m.compile_seconds),
+        )  # fmt: skip
+    out.print(table)
+    if len(found) > 1:
+        quickest = min(found, key=lambda m: m.seconds)
+        word = "as predicted" if quickest is found[0] else f"not {found[0].candidate.mesh}, as predicted"
+        out.print(f"measured fastest: {quickest.candidate.mesh}, {word}")
 
 
 def _time(seconds: float) -> str:

@@ -21,7 +21,7 @@ from shardwise.planner.cost import Cost, cost, mfu
 from shardwise.planner.hardware import System, shapes
 from shardwise.planner.head_choice import choose_head_layout
 from shardwise.planner.hosting import Hosting, host
-from shardwise.planner.memory import Memory, memory
+from shardwise.planner.memory import LANES, Memory, memory
 from shardwise.runtime.chips import Domain, Torus
 from shardwise.steps.optimizer import OptimizerConfig
 from shardwise.steps.workload import Workload
@@ -170,7 +170,8 @@ def _best_on(request: Request, hosting: Hosting) -> Candidate:
     room = hosting.system.hbm * USABLE
     for remat in remats:
         # More micro-batches take less memory and more messages: the first that fit are the fastest.
-        sized = [(n, memory(plan, request.workload(remat, n))) for n in steps if each % n == 0]
+        lanes = LANES if hosting.system.chip.kind == "tpu" else 1
+        sized = [(n, memory(plan, request.workload(remat, n), lanes)) for n in steps if each % n == 0]
         if not sized:
             raise ConfigError(
                 f"{request.grad_accum_steps} micro-batches do not divide {each} sequences a group"

@@ -104,7 +104,7 @@ class CompiledStep:
     """That it took to compile, when it was compiled."""
     jax_version: str = ""
     libtpu_version: str = ""
-    """"" for simulated devices."""
+    """Empty for simulated devices."""
     cached: bool = field(default=False, compare=False)
     """Whether it was compiled by an earlier call."""
 
