@@ -96,8 +96,8 @@ class PlanOptions(Options):
             refuse_without_effect(given, names, f"with --task {self.task}", "use --task train")
         if self.measure and self.on is not None and not self.on.strip().lower().startswith("cpu"):
             raise ConfigError(
-                f"--measure runs on the devices that are there; --on {self.on} names others: leave --on out, or"
-                " give cpu:N"
+                f"--measure runs on the devices that are there; --on {self.on} names others: leave --on"
+                " out, or give cpu:N"
             )
         if self.json == "-" and (self.verify or self.measure):
             raise ConfigError("--json - prints JSON alone; leave --verify and --measure out or name a file")

@@ -188,13 +188,13 @@ def verified(out: Console, found: list[Verified]) -> None:
             out.print(f"  does not fit: {c.out_of_memory}")
         if c.peak_bytes is not None and c.argument_bytes is not None and c.temp_bytes is not None:
             state = m.params + m.optimizer + m.kv_cache
-            out.print(
-                f"  HBM, GiB: arguments predicted {state / _GIB:.2f}, compiled {c.argument_bytes / _GIB:.2f};"
-                f" the rest predicted {(m.total - state) / _GIB:.2f}, compiled {c.temp_bytes / _GIB:.2f}; peak"
-                f" predicted {m.total / _GIB:.2f}, compiled {c.peak_bytes / _GIB:.2f}"
-                f" ({m.total / c.peak_bytes - 1:+.0%})"
-                + (f" of {c.available_bytes / _GIB:.2f}" if c.available_bytes else "")
-            )
+            pairs = {
+                "arguments": (state, c.argument_bytes), "the rest": (m.total - state, c.temp_bytes),
+                "peak": (m.total, c.peak_bytes),
+            }  # fmt: skip
+            told = [f"{k} predicted {a / _GIB:.2f}, compiled {b / _GIB:.2f}" for k, (a, b) in pairs.items()]
+            of = f" of {c.available_bytes / _GIB:.2f}" if c.available_bytes else ""
+            out.print(f"  HBM, GiB: {'; '.join(told)} ({m.total / c.peak_bytes - 1:+.0%}){of}")
         else:
             out.print("  memory: unverified")
         if v.audit is None:
@@ -207,6 +207,11 @@ def verified(out: Console, found: list[Verified]) -> None:
                 f" {row.compiled.moved / 1e9:.4g} GB"
             )
         out.print(f"  bytes unexplained: {v.audit.unexplained_share:.2%}")
+        if v.candidate.workload.remat == "full" and v.compiled.libtpu_version:
+            out.print(
+                "  (under remat full the TPU compiler gathers a layer's weights once for making it again and for"
+                " its gradients; the prediction counts both)"
+            )
 
 
 def measured(out: Console, found: list[Measured]) -> None:

@@ -56,7 +56,8 @@ def verify(candidate: Candidate, progress: Progress) -> Verified:
     """Compile a candidate's step: for TPUs with their own compiler, else on simulated devices, which tells
     nothing of memory."""
     plan, workload, system = candidate.plan, candidate.workload, candidate.hosting.system
-    note = "there is no compiler for absent GPUs: collectives alone are verified"
+    absent = "there is no compiler for absent GPUs: collectives alone are verified"
+    note = absent if system.chip.kind == "gpu" else ""
     if system.topology is not None:
         try:
             done = compile_for_tpu(
