@@ -209,8 +209,8 @@ def verified(out: Console, found: list[Verified]) -> None:
         out.print(f"  bytes unexplained: {v.audit.unexplained_share:.2%}")
         if v.candidate.workload.remat == "full" and v.compiled.libtpu_version:
             out.print(
-                "  (under remat full the TPU compiler gathers a layer's weights once for making it again and for"
-                " its gradients; the prediction counts both)"
+                "  (under remat full the TPU compiler gathers a layer's weights once for making it again and"
+                " for its gradients; the prediction counts both)"
             )
 
 
