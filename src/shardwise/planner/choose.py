@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api import plan, resolve_mesh
+from shardwise.errors import ConfigError, MeshError
 from shardwise.models.config import ModelConfig
 from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
@@ -46,12 +47,15 @@ def plan_for(
         ConfigError, MeshError: options that this model and these devices cannot follow.
     """
     # As text where there is text: a mistake in it is then told along with the devices that there are.
-    asked = asked_mesh(options) if options.mesh is None else options.mesh
-    mesh = resolve_mesh(asked, task, devices)
     if devices is None:
         import jax
 
         devices = jax.devices()
+    if options.mesh == AUTO:
+        mesh = auto_mesh(config, workload(MeshSpec()), len(devices), say)
+    else:
+        asked = asked_mesh(options) if options.mesh is None else options.mesh
+        mesh = resolve_mesh(asked, task, devices)
     made, choice = plan_on(options, config, mesh, workload(mesh), _chip(devices[0]))
     if options.save_plan is not None and is_main_process():  # the processes' plans are the same
         save_plan(made, options.save_plan)
@@ -63,6 +67,51 @@ def plan_for(
     return made
 
 
+AUTO = "auto"
+"""What --mesh says to ask the planner."""
+
+
+def auto_mesh(config: ModelConfig, workload: Workload, num_devices: int, say: Say) -> MeshSpec:
+    """The planner's choice for a step on this machine's devices.
+
+    Args:
+        workload: the step, with the batch as asked for.
+
+    Raises:
+        MeshError: the machine is not in the table of chips, or no mesh of it does.
+    """
+    from shardwise.planner.hardware import local_system
+    from shardwise.planner.search import Request, search
+
+    system = local_system()
+    if system is None or system.num_devices != num_devices:
+        raise MeshError(
+            "--mesh auto: this machine's devices are not in the table of chips; give the sizes, such as"
+            " dp:1,fsdp:-1,tp:1"
+        )
+    trains = workload.task == "train"
+    request = Request(
+        config, "train" if trains else "decode" if workload.capacity else "score", workload.batch,
+        workload.capacity or workload.length, workload.compute_dtype, workload.param_dtype,
+        remat=workload.remat if trains else None,
+        grad_accum_steps=workload.grad_accum_steps if trains else None,
+    )  # fmt: skip
+    ranking = search(request, system)
+    if not ranking.fitting:
+        reasons = [f"{c.mesh}: {c.refused}" for c in ranking.refused[:2]]
+        reasons += [f"{mesh}: {why}" for mesh, why in ranking.impossible[:2]]
+        raise MeshError(
+            f"--mesh auto: no mesh of {system} does ({'; '.join(reasons)}); see `shardwise plan`, or give a"
+            " mesh"
+        )
+    best = ranking.fitting[0]
+    say(
+        f"mesh auto: {best.mesh}, predicted the fastest of {len(ranking.fitting)} that fit {system}"
+        f" ({best.cost.total:.3g} s a step)"
+    )
+    return best.mesh
+
+
 def _chip(device: Any) -> Chip:
     """The chip whose rates the head layouts are compared with: the device's, or one of its kind."""
     usual = {"tpu": "v5p", "gpu": "h100", "cuda": "h100"}.get(device.platform, "cpu")
@@ -71,6 +120,11 @@ def _chip(device: Any) -> Chip:
 
 def asked_mesh(options: MeshOptions) -> MeshSpec | None:
     """The mesh of `--mesh`, which may hold a -1, or of the plan file; None where neither is given."""
+    if options.mesh == AUTO:
+        raise ConfigError(
+            "--mesh auto is for commands that run on this machine's devices; for a plan on any machine use"
+            " `shardwise plan`"
+        )
     if options.mesh is not None:
         return MeshSpec.parse(options.mesh)
     return None if options.plan is None else mesh_of(read_plan_file(options.plan), options.plan)

@@ -61,7 +61,10 @@ def describe(config: ModelConfig) -> Iterator[str]:
     gate = "gated " if config.gated_mlp else ""
     order = {"pre": "before", "post": "after", "sandwich": "before and after"}[config.norm_order]
     side = "" if config.parallel == "no" else "; attention and mlp side by side"
-    yield f"{gate}{config.activation}; {config.norm} norms {order} each half{side}"
+    where = f"{config.norm} norms {order} each half"
+    if config.parallel == "one_norm":
+        where = f"one {config.norm} norm before both halves"
+    yield f"{gate}{config.activation}; {where}{side}"
     head = "the embedding table" if config.tie_embeddings else "a matrix of its own"
     yield f"output head: {head}{', with a bias' if config.head_bias else ''}"
 

@@ -40,7 +40,7 @@ class Request:
     """What is to be planned."""
 
     config: ModelConfig
-    task: Literal["train", "prefill", "decode"]
+    task: Literal["train", "prefill", "decode", "score"]
     batch: int
     """Sequences in one step over all devices."""
     length: int
@@ -62,7 +62,7 @@ class Request:
         trains = self.task == "train"
         return Workload(
             self.task, self.batch, 1 if self.task == "decode" else self.length,
-            capacity=0 if trains else self.length, compute_dtype=self.compute_dtype,
+            capacity=self.length if self.task in ("prefill", "decode") else 0, compute_dtype=self.compute_dtype,
             param_dtype=self.param_dtype, remat=remat, grad_accum_steps=grad_accum_steps,
             optimizer=OptimizerConfig() if trains else None,
         )  # fmt: skip
