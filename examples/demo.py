@@ -142,14 +142,19 @@ def main() -> None:
     part("plan", "1. How would the model be cut on four devices? From shapes alone, no weights read")
     run("explain", "smollm2-135m", "--mesh", "dp:1,fsdp:2,tp:2")
 
-    part("answers", "2. The same answer on one device and on two (simulated here)")
+    part("mesh", "2. Which mesh? Every one of a machine predicted, the best first; the machine need not be there")
+    run("plan", "smollm2-135m", "--on", "cpu:2", "--batch", str(BATCH), "--seq", str(LENGTH),
+        "--compute-dtype", "float32", "--top", "3")  # fmt: skip
+    run("plan", "llama3-70b", "--on", "v5p-512", "--batch-tokens", "4M", "--seq", "4096", "--top", "3")
+
+    part("answers", "3. The same answer on one device and on two (simulated here)")
     configure_devices("cpu:2")
     same_answer(model)
 
-    part("layouts", "3. The output head cut three ways over the two devices")
+    part("layouts", "4. The output head cut three ways over the two devices")
     head_layouts(model)
 
-    part("finetune", "4. Fine-tune on a mesh of two devices; held-out text before and after")
+    part("finetune", "5. Fine-tune on a mesh of two devices; held-out text before and after")
     train, held_out = write_texts()
     run(
         "finetune", model, "--data", train, "--eval-data", held_out, "--steps", str(STEPS),
@@ -165,7 +170,7 @@ def main() -> None:
         f" on the same {tokens:,} tokens"
     )
 
-    part("after", "5. The same prompt before and after")
+    part("after", "6. The same prompt before and after")
     prompt = "The with statement"
     for name, path in (("before", model), ("after", tuned)):
         print(f"[{name}]", flush=True)
@@ -189,6 +194,7 @@ def main() -> None:
     print(f'  .venv/bin/shardwise generate {tuned} --chat "What does the yield keyword do?"')
     print(f"  .venv/bin/shardwise eval {tuned} --perplexity {held_out}")
     print("  .venv/bin/shardwise explain llama3-70b --mesh dp:1,fsdp:64,tp:8")
+    print("  .venv/bin/shardwise plan llama3-8b --on h100:8 --task decode --batch 64 --max-latency 30ms")
     print(f"  .venv/bin/shardwise convert {tuned} {OUT}/tuned-bf16 --dtype bfloat16")
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.planner.make_chip_table import DOCS
+from tests.planner.make_rules_tables import written
 
 from shardwise.cli.main import main
 from shardwise.cli.plan import count, seconds
@@ -117,6 +119,12 @@ def test_numbers_of_tokens_and_times() -> None:
     assert [seconds(text) for text in ("30ms", "1.5s", "2")] == [0.03, 1.5, 2.0]
     with pytest.raises(ConfigError):
         count("0")
+
+
+@pytest.mark.slow
+def test_the_page_on_planning_holds_the_planners_own_tables() -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    assert page == written(page), "python -m tests.planner.make_rules_tables writes them anew"
 
 
 @pytest.mark.slow

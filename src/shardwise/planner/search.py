@@ -62,9 +62,9 @@ class Request:
         trains = self.task == "train"
         return Workload(
             self.task, self.batch, 1 if self.task == "decode" else self.length,
-            capacity=self.length if self.task in ("prefill", "decode") else 0, compute_dtype=self.compute_dtype,
-            param_dtype=self.param_dtype, remat=remat, grad_accum_steps=grad_accum_steps,
-            optimizer=OptimizerConfig() if trains else None,
+            capacity=self.length if self.task in ("prefill", "decode") else 0,
+            compute_dtype=self.compute_dtype, param_dtype=self.param_dtype, remat=remat,
+            grad_accum_steps=grad_accum_steps, optimizer=OptimizerConfig() if trains else None,
         )  # fmt: skip
 
 
