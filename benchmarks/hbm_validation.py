@@ -100,8 +100,9 @@ def main() -> int:
     for case, row in zip(CASES, rows, strict=True):
         step = f"{case.task} {case.batch}×{case.length}" + (f" {case.remat}" if case.task == "train" else "")
         step += f", {case.grad_accum_steps} micro-batches" if case.grad_accum_steps > 1 else ""
+        where = f"{case.slices} × {case.topology}" if case.slices > 1 else case.topology
         table.add_row(
-            case.model, f"{case.slices} × {case.topology}" if case.slices > 1 else case.topology, case.mesh, step,
+            case.model, where, case.mesh, step,
             f"{row['predicted'] / _GIB:.2f}", f"{row['compiled'] / _GIB:.2f}",
             f"{row['predicted'] / row['compiled']:.2f}",
             f"{'fits' if row['said_to_fit'] else 'no'} / {'fits' if row['fits'] else 'no'}",
@@ -124,7 +125,7 @@ def _compare(case: Case) -> dict[str, Any]:
     done = compile_for_tpu(
         plan, workload, case.topology, num_slices=case.slices, machine_code=False, cache=default_cache(),
     )  # fmt: skip
-    assert done.peak_bytes is not None and done.available_bytes is not None, "the compiler tells no sizes"
+    assert done.peak_bytes is not None, "the compiler tells no sizes"
     predicted = memory(plan, workload, LANES).total
     # As the planner decides: of the memory that the chip has by its data sheet.
     nominal = {"v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}[case.topology.partition(":")[0]] * _GIB

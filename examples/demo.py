@@ -27,6 +27,7 @@ STEPS, BATCH, LENGTH = 10, 4, 256
 LAYOUT_TOKENS = 24
 SECONDS = {
     "plan": 5,
+    "mesh": 6,
     "answers": 30,
     "layouts": 30,
     "finetune": 170,
@@ -142,7 +143,7 @@ def main() -> None:
     part("plan", "1. How would the model be cut on four devices? From shapes alone, no weights read")
     run("explain", "smollm2-135m", "--mesh", "dp:1,fsdp:2,tp:2")
 
-    part("mesh", "2. Which mesh? Every one of a machine predicted, the best first; the machine need not be there")
+    part("mesh", "2. Which mesh? All of a machine predicted, the best first; it need not be there")
     run("plan", "smollm2-135m", "--on", "cpu:2", "--batch", str(BATCH), "--seq", str(LENGTH),
         "--compute-dtype", "float32", "--top", "3")  # fmt: skip
     run("plan", "llama3-70b", "--on", "v5p-512", "--batch-tokens", "4M", "--seq", "4096", "--top", "3")
