@@ -69,7 +69,24 @@ def test_decoding_under_a_latency(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--max-latency", "15ms"]) == 0
     assert "decode: 64 sequences, caches of 8,192 tokens" in capsys.readouterr().out
     assert main([*command, "--max-latency", "1ms"]) == 1
-    assert "nothing is quick enough; the quickest is dp:" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "nothing is quick enough; the quickest is dp:" in told and "more than 1 ms" in told
+
+
+def test_tokens_that_are_no_whole_sequences_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "smollm2-135m", "--on", "v5e:1x1", "--seq", "512", "--batch-tokens"]
+    assert main([*command, "1000"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "note: --batch-tokens 1000 is no multiple of 512; planned for 512 tokens, 1 whole sequences" in told
+    )
+    assert main([*command, "1K"]) == 0
+    assert "note: --batch-tokens" not in capsys.readouterr().out
+
+
+def test_an_unknown_model_with_nothing_near_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "foo", "--on", "v5e:1x1"]) == 2
+    assert "no preset is called 'foo'; there are bloom-176b, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

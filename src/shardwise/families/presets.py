@@ -65,6 +65,7 @@ def preset(name: str) -> dict[str, Any]:
         ConfigError: unknown name; gives the nearest known ones.
     """
     if name not in PRESETS:
-        near = get_close_matches(name, PRESETS, n=3, cutoff=0.4) or sorted(PRESETS)
-        raise ConfigError(f"no preset is called {name!r}; nearest: {', '.join(near)}")
+        near = get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+        known = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(sorted(PRESETS))}"
+        raise ConfigError(f"no preset is called {name!r}; {known}")
     return dict(PRESETS[name])

@@ -299,6 +299,13 @@ def collective_seconds(c: Collective, hosting: Hosting, assumed: Assumed = Assum
     return min(ring, c.count * rounds * (link.latency + c.payload * scale / link.bandwidth))
 
 
+def time_text(seconds: float) -> str:
+    """Seconds in three digits and a unit that suits them."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def mfu(cost: Cost, hosting: Hosting, dtype: str) -> float:
     """Model FLOPs a second as a part of the peak of all devices for products of `dtype`."""
     system = hosting.system

@@ -82,7 +82,7 @@ class System:
 
 
 _TEXT = re.compile(
-    r"(?:(?P<many>[0-9]+)x)?(?P<name>[a-z][a-z0-9._-]*?)"
+    r"(?:(?P<many>[0-9]+)x)?(?P<name>7x|[a-z][a-z0-9._-]*?)"
     r"(?:-(?P<count>[0-9]+)|:(?P<shape>[0-9]+(?:x[0-9]+)*))?(?:x(?P<times>[0-9]+))?"
 )
 

@@ -51,7 +51,7 @@ def run(options: PlanOptions) -> int:
             print(text)
             return int(not ranking.fitting)
         write_new("--json", options.json, text + "\n")
-    for note in notes:
+    for note in (*notes, *_rounded(options, request)):
         console.print(f"note: {note}")
     view.ranked(console, options.model, ranking, options.top, smallest)
     if options.plot is not None:
@@ -106,6 +106,19 @@ def _machine(options: PlanOptions) -> tuple[System, tuple[str, ...]]:
     if system is None:
         raise ConfigError("this machine's devices are not in the table of chips; name a machine with --on")
     return system, (f"--on not given: this machine, {system}",)
+
+
+def _rounded(options: PlanOptions, request: Request) -> list[str]:
+    """What is to be said where --batch-tokens is no whole number of sequences."""
+    from shardwise.cli.plan import count
+
+    planned = request.batch * request.length
+    if options.batch_tokens is None or count(options.batch_tokens) == planned:
+        return []
+    return [
+        f"--batch-tokens {options.batch_tokens} is no multiple of {request.length:,}; planned for"
+        f" {planned:,} tokens, {request.batch:,} whole sequences"
+    ]
 
 
 def request_of(options: PlanOptions, config: ModelConfig, system: System) -> Request:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.models.flops import parameter_count
+from shardwise.planner.cost import time_text
 from shardwise.planner.search import USABLE, Candidate, Ranking, Request
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _table(candidates: tuple[Candidate, ...], request: Request) -> Table:
             cells += [c.workload.remat, f"{c.workload.grad_accum_steps} × {c.micro_batch}"]
         else:
             cells.append(str(c.micro_batch))
-        cells += [_time(c.cost.total), f"{c.tokens_per_second:,.4g}"]
+        cells += [time_text(c.cost.total), f"{c.tokens_per_second:,.4g}"]
         cells += [f"{c.mfu:.1%}"] if request.task != "decode" else []
         cells += [f"{c.memory.total / _GIB:.1f}", c.cost.bound, _parts(c)]
         table.add_row(*cells)
@@ -125,16 +126,16 @@ def why(ranking: Ranking) -> str:
 def _story(c: Candidate) -> str:
     t = c.cost
     hidden, shown = sum(t.hidden.values()), t.communication
-    parts = [f"{_time(t.products + t.attention)} of products and attention"]
+    parts = [f"{time_text(t.products + t.attention)} of products and attention"]
     if t.traffic > 0.02 * t.total:
-        parts.append(f"{_time(t.traffic)} of reading and writing memory")
+        parts.append(f"{time_text(t.traffic)} of reading and writing memory")
     if hidden > 0.005 * t.total:
-        parts.append(f"{_time(hidden)} of messages go on behind them")
+        parts.append(f"{time_text(hidden)} of messages go on behind them")
     if shown > 0.005 * t.total:
         longest = max(t.exposed, key=lambda axes: t.exposed[axes])
         link = c.hosting.link(longest.split("+"))
         over = f", over {link.where}" if link is not None else ""
-        parts.append(f"{_time(shown)} of messages are waited for, most of {longest}{over}")
+        parts.append(f"{time_text(shown)} of messages are waited for, most of {longest}{over}")
     return ", ".join(parts) + "."
 
 
@@ -162,14 +163,16 @@ def _nothing(out: Console, ranking: Ranking, smallest: Ranking | None) -> None:
     late = [c for c in ranking.refused if c.refused.startswith("a step takes")]
     if late:
         quickest = min(late, key=lambda c: c.cost.total)
-        out.print(f"nothing is quick enough; the quickest is {quickest.mesh}: {_time(quickest.cost.total)}")
+        out.print(
+            f"nothing is quick enough; the quickest is {quickest.mesh}: {time_text(quickest.cost.total)}"
+        )
     elif ranking.refused:
         out.print("nothing fits this machine")
     if smallest is not None:
         best = smallest.fitting[0]
         out.print(
             f"the smallest {ranking.system.chip.name} machine for this job: {smallest.system}, mesh"
-            f" {best.mesh}, {_time(best.cost.total)} a step"
+            f" {best.mesh}, {time_text(best.cost.total)} a step"
         )
     else:
         out.print("no machine of this chip does; try another batch, a smaller one or another chip")
@@ -230,20 +233,14 @@ def measured(out: Console, found: list[Measured]) -> None:
     for m in found:
         predicted = m.candidate.cost.total
         table.add_row(
-            str(m.candidate.mesh), _time(predicted), _time(m.seconds), f"{predicted / m.seconds:.2f}",
-            f"{m.candidate.cost.tokens / m.seconds:,.4g}", _time(m.compile_seconds),
+            str(m.candidate.mesh), time_text(predicted), time_text(m.seconds), f"{predicted / m.seconds:.2f}",
+            f"{m.candidate.cost.tokens / m.seconds:,.4g}", time_text(m.compile_seconds),
         )  # fmt: skip
     out.print(table)
     if len(found) > 1:
         quickest = min(found, key=lambda m: m.seconds)
         word = "as predicted" if quickest is found[0] else f"not {found[0].candidate.mesh}, as predicted"
         out.print(f"measured fastest: {quickest.candidate.mesh}, {word}")
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def to_json(model: str, ranking: Ranking) -> dict[str, Any]:

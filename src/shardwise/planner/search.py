@@ -17,7 +17,7 @@ from shardwise.models.parameters import plan_model
 from shardwise.partition.mesh import MeshSpec
 from shardwise.partition.plan import Plan
 from shardwise.partition.rules import HeadLayout
-from shardwise.planner.cost import Cost, cost, mfu
+from shardwise.planner.cost import Cost, cost, mfu, time_text
 from shardwise.planner.hardware import System, shapes
 from shardwise.planner.head_choice import choose_head_layout
 from shardwise.planner.hosting import Hosting, host
@@ -156,7 +156,7 @@ def meshes(num_devices: int) -> Iterator[MeshSpec]:
 
 def _best_on(request: Request, hosting: Hosting) -> Candidate:
     """The fastest on one mesh that fits, or the smallest if none does."""
-    mesh, config = hosting.mesh, request.config
+    mesh = hosting.mesh
     group = mesh.dp * mesh.fsdp
     if request.batch % group:
         raise ConfigError(_indivisible(request.batch, group, mesh))
@@ -181,11 +181,8 @@ def _best_on(request: Request, hosting: Hosting) -> Candidate:
         refused = "" if size.total <= room else _too_large(size, hosting.system)
         predicted = cost(plan, workload, hosting)
         if not refused and request.max_latency is not None and predicted.total > request.max_latency:
-            refused = (
-                f"a step takes {predicted.total * 1e3:.3g} ms, more than {request.max_latency * 1e3:.3g}"
-            )
+            refused = f"a step takes {time_text(predicted.total)}, more than {time_text(request.max_latency)}"
         found.append(Candidate(plan, workload, hosting, predicted, size, refused))
-    del config
     answers = [c for c in found if not c.refused]
     if answers:
         return min(answers, key=_KEYS[request.objective])
@@ -227,10 +224,9 @@ def fewest(request: Request, system: System, at_most: int | None = None) -> Rank
         at_most: chips; default as many as the chip's largest slice has, or 4,096.
     """
     for smaller in sizes(system, at_most):
-        if request.batch % 1 == 0:
-            ranking = search(request, smaller)
-            if ranking.fitting:
-                return ranking
+        ranking = search(request, smaller)
+        if ranking.fitting:
+            return ranking
     return None
 
 
