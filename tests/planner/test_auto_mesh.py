@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiny import write_jsonl, write_llama, write_roberta
 
 from shardwise.cli.main import main
+from shardwise.planner import search
+from shardwise.planner.search import Ranking
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,26 @@ def test_a_batch_that_does_not_divide_leaves_meshes_that_do(
 ) -> None:
     assert finetune(model, tmp_path, 1) == 0
     assert "mesh auto: dp:1,fsdp:1,tp:8" in capsys.readouterr().out
+
+
+def test_the_planner_plans_with_the_rules_and_the_head_layout_given(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked: list[Ranking] = []
+    original = search.search
+
+    def spy(*given: Any) -> Ranking:
+        ranked.append(original(*given))
+        return ranked[-1]
+
+    monkeypatch.setattr(search, "search", spy)
+    data = write_jsonl(tmp_path / "a.jsonl")
+    command = ["eval", str(model), "--perplexity", str(data), "--length", "16", "--batch", "8"]
+    assert main([*command, "--mesh", "auto", "--rules", "tp", "--head-layout", "hidden"]) == 0
+    (ranking,) = ranked
+    plans = [c.plan for c in (*ranking.fitting, *ranking.refused)]
+    assert plans and {plan.rules.name for plan in plans} == {"tp"}
+    assert {plan.head_layout for plan in plans if plan.mesh.tp > 1} == {"hidden"}
 
 
 def test_evaluation_and_generation_take_it_too(

@@ -111,6 +111,7 @@ def test_an_unknown_model_with_nothing_near_gets_the_list(capsys: pytest.Capture
         (("--on", "h100:8", "--measure", "1"), "--on h100:8 names others: leave --on out, or give cpu:N"),
         (("--on", "h100:8", "--chips", "nowhere.yaml"), "--chips: file not found: nowhere.yaml"),
         (("--on", "h100:8", "--json", "-", "--verify", "1"), "--json - prints JSON alone"),
+        (("--on", "h100:8", "--json", "-", "--plot", "a.png"), "--json - prints JSON alone"),
     ],
 )
 def test_mistakes_are_one_line(

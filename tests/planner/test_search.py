@@ -99,9 +99,30 @@ def test_the_fewest_devices_are_those_below_which_nothing_fits() -> None:
             assert not search(asked, smaller).fitting
 
 
-def test_machines_rise_in_size() -> None:
-    for on in ("h100", "v5p-8", "v5e-1", "tpu7x-8"):
-        counts = [machine.num_chips for machine in sizes(system(on))]
+def test_the_fewest_devices_need_not_be_a_power_of_two() -> None:
+    asked = Request(config_from_hf(preset("llama3-70b")), "train", 63, 4096, objective="devices")
+    found = fewest(asked, system("h100:8"))
+    assert found is not None and found.system.num_chips == 24
+
+
+def test_the_fewest_devices_lie_in_nodes_like_those_given() -> None:
+    asked = Request(config_from_hf(preset("llama3-8b")), "train", 64, 4096)
+    found = fewest(asked, system("h100x8"))
+    assert found is not None and found.system.slice_chips == 1
+
+
+def test_the_least_memory_takes_as_many_micro_batches_as_it_needs() -> None:
+    asked = request(batch=1024, length=512, objective="memory")
+    least = search(asked, system("v5e:4x4")).fitting[0].memory.total
+    for steps in (1, 2, 8, 64):
+        found = search(replace(asked, grad_accum_steps=steps), system("v5e:4x4"))
+        assert all(c.memory.total >= least for c in found.fitting)
+
+
+@pytest.mark.parametrize("doubling", [True, False])
+def test_machines_rise_in_size(doubling: bool) -> None:
+    for on in ("h100", "v5p-8", "v5e-1", "tpu7x-8", "h100x4"):
+        counts = [machine.num_chips for machine in sizes(system(on), doubling=doubling)]
         assert counts == sorted(set(counts)) and len(counts) > 4
 
 

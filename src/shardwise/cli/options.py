@@ -114,7 +114,7 @@ class MeshOptions(Options):
 
     mesh: str | None = option(None, metavar="SPEC")
     """The device mesh: `dp:1,fsdp:-1,tp:2`, or the three sizes in that order, `1,-1,2`; one -1 takes what is
-    left. `auto` asks the planner."""
+    left. `auto` asks the planner, in commands that run a step."""
     devices: str | None = option(None, metavar="KIND")
     """`cpu`, `cpu:8` (eight simulated devices on this machine's processor), `gpu` or `tpu`; without this
     option, what JAX finds."""

@@ -45,7 +45,7 @@ class PlanOptions(Options):
     """Tokens that a cache row holds (decode). Default: 8,192, or the context."""
     objective: Literal["throughput", "latency", "memory", "devices"] = option("throughput")
     """What counts: tokens a second, the time of a step, a device's memory, or the fewest devices on which
-    the job fits."""
+    the job fits. At a given batch the first two rank alike."""
     max_latency: str | None = option(None, metavar="TIME")
     """The longest that a step may take: 30ms, 1.5s."""
     head_layout: Literal["auto", "vocab", "hidden", "replicated"] = option("auto")
@@ -99,8 +99,10 @@ class PlanOptions(Options):
                 f"--measure runs on the devices that are there; --on {self.on} names others: leave --on"
                 " out, or give cpu:N"
             )
-        if self.json == "-" and (self.verify or self.measure):
-            raise ConfigError("--json - prints JSON alone; leave --verify and --measure out or name a file")
+        if self.json == "-" and (self.verify or self.measure or self.plot):
+            raise ConfigError(
+                "--json - prints JSON alone; leave --verify, --measure and --plot out or name a file"
+            )
         if self.json is not None and self.json == self.plot:
             raise ConfigError(f"--json and --plot both write {self.json}; name two files")
         super()._check_combination(given)

@@ -23,6 +23,7 @@ from shardwise.steps.workload import Workload
 
 if TYPE_CHECKING:
     from shardwise.cli.options import MeshOptions
+    from shardwise.planner.search import Plans
 
 Say = Callable[[str], None]
 
@@ -52,7 +53,12 @@ def plan_for(
 
         devices = jax.devices()
     if options.mesh == AUTO:
-        mesh = auto_mesh(config, workload(MeshSpec()), len(devices), say)
+        mesh = auto_mesh(
+            config, workload(MeshSpec()), len(devices), say,
+            lambda hosting: plan_on(
+                options, config, hosting.mesh, workload(hosting.mesh), hosting.system.chip
+            )[0],
+        )  # fmt: skip
     else:
         asked = asked_mesh(options) if options.mesh is None else options.mesh
         mesh = resolve_mesh(asked, task, devices)
@@ -71,11 +77,14 @@ AUTO = "auto"
 """What --mesh says to ask the planner."""
 
 
-def auto_mesh(config: ModelConfig, workload: Workload, num_devices: int, say: Say) -> MeshSpec:
+def auto_mesh(
+    config: ModelConfig, workload: Workload, num_devices: int, say: Say, plans: Plans | None = None
+) -> MeshSpec:
     """The planner's choice for a step on this machine's devices.
 
     Args:
         workload: the step, with the batch as asked for.
+        plans: the plan on each mesh under the command's rules, overrides and head layout; default the usual.
 
     Raises:
         MeshError: the machine is not in the table of chips, or no mesh of it does.
@@ -96,7 +105,7 @@ def auto_mesh(config: ModelConfig, workload: Workload, num_devices: int, say: Sa
         remat=workload.remat if trains else None,
         grad_accum_steps=workload.grad_accum_steps if trains else None,
     )  # fmt: skip
-    ranking = search(request, system)
+    ranking = search(request, system, plans)
     if not ranking.fitting:
         reasons = [f"{c.mesh}: {c.refused}" for c in ranking.refused[:2]]
         reasons += [f"{mesh}: {why}" for mesh, why in ranking.impossible[:2]]

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.models.flops import parameter_count
+from shardwise.models.parameters import plan_model
+from shardwise.partition.mesh import MeshSpec
 from shardwise.planner.cost import time_text
 from shardwise.planner.search import USABLE, Candidate, Ranking, Request
 
@@ -31,9 +33,8 @@ def console() -> Console:
 def ranked(out: Console, model: str, ranking: Ranking, top: int, smallest: Ranking | None) -> None:
     """The best meshes, why the first is the best, and what became of the others."""
     request, system = ranking.request, ranking.system
-    some = [*ranking.fitting, *ranking.refused]
-    if some:
-        out.print(f"{model}: {parameter_count(some[0].plan):,} parameters")
+    size = parameter_count(plan_model(request.config, MeshSpec(1, 1, 1)))
+    out.print(f"{model}: {size:,} parameters")
     out.print(f"on {system}; {system.hbm / _GIB:.1f} GiB a device, of which {USABLE:.0%} is planned with")
     out.print(describe(request))
     if ranking.fitting:
@@ -168,6 +169,8 @@ def _nothing(out: Console, ranking: Ranking, smallest: Ranking | None) -> None:
         )
     elif ranking.refused:
         out.print("nothing fits this machine")
+    else:
+        out.print("no mesh of this machine can run this step, for the reasons above")
     if smallest is not None:
         best = smallest.fitting[0]
         out.print(
@@ -175,7 +178,8 @@ def _nothing(out: Console, ranking: Ranking, smallest: Ranking | None) -> None:
             f" {best.mesh}, {time_text(best.cost.total)} a step"
         )
     else:
-        out.print("no machine of this chip does; try another batch, a smaller one or another chip")
+        micro = ", other --grad-accum-steps" if ranking.request.grad_accum_steps else ""
+        out.print(f"no machine of this chip that was tried does; try another batch{micro} or another chip")
 
 
 def verified(out: Console, found: list[Verified]) -> None:

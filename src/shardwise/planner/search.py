@@ -117,12 +117,21 @@ class Ranking:
     divide."""
 
 
-def search(request: Request, system: System) -> Ranking:
-    """Predict every mesh of all devices, each with its fastest head layout, remat and micro-batch to fit."""
+Plans = Callable[[Hosting], Plan]
+"""The plan that a model has on a mesh."""
+
+
+def search(request: Request, system: System, plans: Plans | None = None) -> Ranking:
+    """Predict every mesh of all devices, each with the head layout, remat and micro-batch that are best.
+
+    Args:
+        plans: default the usual rules, with the head layout asked for or the cheapest.
+    """
+    plans = plans or (lambda hosting: _with_head(request, hosting))
     fitting, refused, impossible = [], [], []
     for mesh in meshes(system.num_devices):
         try:
-            found = _best_on(request, host(system, mesh))
+            found = _best_on(request, host(system, mesh), plans)
         except (MeshError, ConfigError) as error:
             impossible.append((mesh, str(error)))
             continue
@@ -154,13 +163,13 @@ def meshes(num_devices: int) -> Iterator[MeshSpec]:
                 yield MeshSpec(num_devices // tp // fsdp, fsdp, tp)
 
 
-def _best_on(request: Request, hosting: Hosting) -> Candidate:
-    """The fastest on one mesh that fits, or the smallest if none does."""
+def _best_on(request: Request, hosting: Hosting, plans: Plans) -> Candidate:
+    """The best on one mesh that fits, or the smallest if none does."""
     mesh = hosting.mesh
     group = mesh.dp * mesh.fsdp
     if request.batch % group:
         raise ConfigError(_indivisible(request.batch, group, mesh))
-    plan = _with_head(request, hosting)
+    plan = plans(hosting)
     each = request.batch // group
     steps = [request.grad_accum_steps] if request.grad_accum_steps else _divisors(each)
     if request.task != "train":
@@ -177,6 +186,8 @@ def _best_on(request: Request, hosting: Hosting) -> Candidate:
                 f"{request.grad_accum_steps} micro-batches do not divide {each} sequences a group"
             )
         number, size = next((item for item in sized if item[1].total <= room), sized[-1])
+        if request.objective == "memory":
+            number, size = min(sized, key=lambda item: item[1].total)
         workload = request.workload(remat, number)
         refused = "" if size.total <= room else _too_large(size, hosting.system)
         predicted = cost(plan, workload, hosting)
@@ -217,34 +228,83 @@ def _too_large(size: Memory, system: System) -> str:
     return f"takes {size.total / 2**30:.1f} GiB of {system.hbm * USABLE / 2**30:.1f} usable"
 
 
+FINEST = 48
+"""Sizes of machines that `fewest` tries between those that double."""
+
+
 def fewest(request: Request, system: System, at_most: int | None = None) -> Ranking | None:
-    """The ranking on the smallest machine of this chip on which the request fits; None if none has.
+    """The ranking on the smallest machine of this chip on which the request fits; None if none was found.
+
+    Sizes that double are tried until one does, then those in between; where these are more than FINEST, as
+    many of them, evenly spread.
 
     Args:
         at_most: chips; default as many as the chip's largest slice has, or 4,096.
     """
-    for smaller in sizes(system, at_most):
-        ranking = search(request, smaller)
-        if ranking.fitting:
-            return ranking
-    return None
+    large = next(
+        (found for machine in sizes(system, at_most) if (found := search(request, machine)).fitting), None
+    )
+    if large is None:
+        return None
+    between = [
+        machine
+        for machine in sizes(system, large.system.num_chips - 1, doubling=False)
+        if _may_hold(request, machine)
+    ]
+    if len(between) > FINEST:
+        between = between[:: -(-len(between) // FINEST)]
+    rankings = (search(request, machine) for machine in between)
+    return next((ranking for ranking in rankings if ranking.fitting), large)
 
 
-def sizes(system: System, at_most: int | None = None) -> Iterator[System]:
-    """Machines of one chip, rising: one slice of each size (TPU), or 1, 2, 4, 8 GPUs and then whole nodes."""
+def _may_hold(request: Request, system: System) -> bool:
+    """Whether what lies split on all devices, parameters and what the optimizer keeps, fits at all."""
+    plan = plan_model(request.config, MeshSpec(1, 1, 1))
+    size = memory(plan, request.workload("full", 1))
+    return (size.params + size.optimizer) / system.num_devices <= system.hbm * USABLE
+
+
+def sizes(system: System, at_most: int | None = None, doubling: bool = True) -> Iterator[System]:
+    """Machines of one chip, rising.
+
+    TPUs: one slice of each size, then up to MOST_SLICES of the largest, where that is of 2 dims. GPUs: parts
+    of a node, then whole nodes, which are as large as the given machine's.
+
+    Args:
+        at_most: chips; default the largest slice's or 4,096.
+        doubling: only sizes that double; otherwise all that there are.
+    """
     chip = system.chip
     if isinstance(chip.fabric, Torus):
         seen: set[int] = set()
         for shape in shapes(chip):
             chips = math.prod(shape)
-            # In between there are many sizes that few have.
-            if chips in seen or chips & (chips - 1) or chips > (at_most or chip.fabric.most_chips):
+            if (
+                chips in seen
+                or (doubling and chips & (chips - 1))
+                or chips > (at_most or chip.fabric.most_chips)
+            ):
                 continue
             seen.add(chips)
             yield System(chip, shape)
+        largest = shapes(chip)[-1]
+        if len(largest) == 2:
+            for slices in range(2, MOST_SLICES + 1):
+                chips = slices * math.prod(largest)
+                if not (doubling and slices & (slices - 1)) and chips <= (at_most or chips):
+                    yield System(chip, largest, slices)
         return
     most = chip.fabric.size if isinstance(chip.fabric, Domain) else system.num_devices
-    count = 1
-    while count <= (at_most or 4096):
+    if system.slices > 1:
+        most = system.slice_chips
+    limit, count = at_most or 4096, 1
+    while count <= limit:
         yield replace(system, shape=(min(count, most),), slices=max(1, count // most))
-        count *= 2
+        if count < most:
+            count = min(count * 2, most)
+        else:
+            count += count if doubling else most
+
+
+MOST_SLICES = 16
+"""Slices that the search for a machine goes up to."""
