@@ -269,6 +269,15 @@ def test_c110b_a_missing_head_is_named_with_the_key_that_ties_it(tmp_path: Path)
         load(open_checkpoint(folder), "1,1,1")
 
 
+def test_a_base_model_saved_without_its_untied_head_is_told_so(tmp_path: Path) -> None:
+    folder = write_checkpoint(cases.UNTIED_WITHOUT_HEAD, tmp_path / "b")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name.removeprefix("model."): value for name, value in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match=r"1 missing: lm_head.weight; this is the base model, saved"):
+        load(open_checkpoint(folder), "1,1,1")
+
+
 def test_c110c_a_copy_of_the_tied_table_and_a_nested_flag_load(tmp_path: Path) -> None:
     for case in (cases.TIED_WITH_COPY, cases.TIED_IN_TEXT_CONFIG):
         plan, _, params = load(open_checkpoint(write_checkpoint(case, tmp_path / case.name)), "1,1,1")

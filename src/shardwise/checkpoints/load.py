@@ -147,7 +147,11 @@ def check_tensors(
     if problems:
         hint = ""
         if head in missing:
-            hint = "; if the head is the embedding table, set tie_word_embeddings to true in config.json"
+            alone = not any(name.startswith(tuple(filter(None, family.bases))) for name in have)
+            base = "this is the base model, saved without its head: save the model with its head; " * alone
+            hint = (
+                f"; {base}if the head is the embedding table, set tie_word_embeddings to true in config.json"
+            )
         elif head in extra and config.tie_embeddings:
             hint = (
                 f"; {head} differs from the embedding table although config.json says"
